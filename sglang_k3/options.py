@@ -1,0 +1,39 @@
+"""ServeOptions: every knob that the plugin adds to the server, parsed once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+from sglang_k3.errors import ConfigError
+
+LatentNormEps = Literal["reference", "config"]
+# The published reference leaves out the epsilon of these two norms, so its constructor default applies.
+_REFERENCE_LATENT_NORM_EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions:
+    """The ``--k3-*`` flags of one server.
+
+    Attributes:
+        k3_latent_norm_eps: epsilon of ``q_a_layernorm`` and ``kv_a_layernorm``: ``reference`` is 1e-6, as
+            the published modelling code has it, ``config`` is ``rms_norm_eps``, as other engines have it.
+    """
+
+    k3_latent_norm_eps: LatentNormEps = "reference"
+
+    def __post_init__(self) -> None:
+        if self.k3_latent_norm_eps not in get_args(LatentNormEps):
+            raise ConfigError(
+                f"--k3-latent-norm-eps {self.k3_latent_norm_eps!r} is not one of {', '.join(get_args(LatentNormEps))}."
+            )
+
+    @classmethod
+    def from_server_args(cls, server_args: Any) -> ServeOptions:
+        """The options that a parsed command line carries; defaults where the host's own class was used."""
+        fields = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: getattr(server_args, name) for name in fields if hasattr(server_args, name)})
+
+    def latent_norm_eps(self, rms_norm_eps: float) -> float:
+        return rms_norm_eps if self.k3_latent_norm_eps == "config" else _REFERENCE_LATENT_NORM_EPS
