@@ -1,0 +1,1 @@
+"""The XTML conversation format of K3."""

@@ -1,0 +1,1 @@
+"""This package's objects in SGLang's shapes: thin, each calls ring 1."""

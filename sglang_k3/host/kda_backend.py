@@ -1,0 +1,159 @@
+"""SGLang's linear-attention backend for KDA: short conv, gate and recurrence over the host's state pool.
+
+The pool is ``[slot, ...]`` per layer: ``conv [S, W-1, 3HK]`` and ``temporal [S, H, V, K]``. Snapshots for the
+prefix cache are written where the state is at the wanted depth, inside prefill and after a decode step, on the
+forward stream (laws I1 and I4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import get_server_args
+
+from sglang_k3.kernels import OpContext, bind
+
+
+@dataclasses.dataclass(frozen=True)
+class KDAMetadata:
+    """What every KDA layer of one forward pass shares.
+
+    Attributes:
+        cache_indices: working slot per request ``[B]``, -1 for a padding row.
+        cu_seqlens: token offsets of the extend ``[B + 1]`` int32; None when decoding.
+        has_initial_state: False where the request starts from zero ``[B]``; None when decoding.
+        track_lens: tokens of this extend after which to snapshot ``[B]``, -1 for none; None if no request is due.
+        track_sources: the working slot where a snapshot is due after this decode step, else -1 ``[B]``; likewise.
+        track_indices: slot that receives the snapshot ``[B]``.
+    """
+
+    cache_indices: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
+    has_initial_state: torch.Tensor | None = None
+    track_lens: torch.Tensor | None = None
+    track_sources: torch.Tensor | None = None
+    track_indices: torch.Tensor | None = None
+
+
+class K3KDABackend(MambaAttnBackendBase):
+    """KDA through this package's ops, on every device."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        super().__init__(model_runner)
+        state = model_runner.req_to_token_pool.mamba_pool.mamba_cache
+        context = OpContext.of(state.temporal, K=state.temporal.shape[-1], V=state.temporal.shape[-2])
+        self.short_conv_prefill = bind("short_conv_prefill", context)
+        self.short_conv_decode = bind("short_conv_decode", context)
+        self.kda_gate = bind("kda_gate", context)
+        self.kda_prefill = bind("kda_prefill", context)
+        self.kda_decode = bind("kda_decode", context)
+        self.state_copy = bind("state_copy", context)
+        self.metadata: KDAMetadata | None = None
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        # The base class keeps its own record for the paths of the host that read it.
+        super().init_forward_metadata(forward_batch)
+        host = self.forward_metadata
+        if forward_batch.forward_mode.is_decode_or_idle():
+            self.metadata = self._decode_metadata(forward_batch, host.mamba_cache_indices)
+        else:
+            self.metadata = self._extend_metadata(forward_batch, host.mamba_cache_indices, host.query_start_loc)
+
+    def _init_track_conv_indices(self, query_start_loc: torch.Tensor, forward_batch: ForwardBatch) -> None:
+        """Our prefill op cuts the conv window itself, also where it reaches back into the prefix."""
+
+    def _decode_metadata(self, forward_batch: ForwardBatch, cache_indices: torch.Tensor) -> KDAMetadata:
+        mask = forward_batch.mamba_track_mask
+        if mask is None:
+            return KDAMetadata(cache_indices)
+        return KDAMetadata(
+            cache_indices,
+            track_sources=torch.where(mask, cache_indices, -1),
+            track_indices=forward_batch.mamba_track_indices,
+        )
+
+    def _extend_metadata(
+        self, forward_batch: ForwardBatch, cache_indices: torch.Tensor, cu_seqlens: torch.Tensor
+    ) -> KDAMetadata:
+        track_lens = None
+        if self.forward_metadata.has_mamba_track_mask:
+            # The host rounds a depth that it wants down to its chunk, and adds one to ask for an inner one.
+            chunk = get_server_args().mamba_cache_chunk_size
+            wanted = forward_batch.mamba_track_seqlens - forward_batch.extend_prefix_lens
+            track_lens = torch.where(forward_batch.mamba_track_mask, wanted // chunk * chunk, -1)
+        return KDAMetadata(
+            cache_indices,
+            cu_seqlens=cu_seqlens,
+            has_initial_state=forward_batch.extend_prefix_lens > 0,
+            track_lens=track_lens,
+            track_indices=forward_batch.mamba_track_indices if track_lens is not None else None,
+        )
+
+    def forward_extend(
+        self,
+        layer: RadixLinearAttention,
+        forward_batch: ForwardBatch,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """``o [T, H, V]`` for a batch of prompts or prompt chunks; states end in the working slots."""
+        meta, pool = self.metadata, self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        where = {
+            "cu_seqlens": meta.cu_seqlens,
+            "cache_indices": meta.cache_indices,
+            "has_initial_state": meta.has_initial_state,
+            "track_lens": meta.track_lens,
+            "track_indices": meta.track_indices,
+        }
+        mixed_qkv = self.short_conv_prefill(mixed_qkv, layer.conv_weights, conv_states=pool.conv[0], **where)
+        q, k, v, g, beta = self._recurrence_inputs(layer, mixed_qkv, a, b)
+        return self.kda_prefill(
+            q, k, v, g, beta, ssm_states=pool.temporal, scale=layer.head_k_dim**-0.5, **where
+        )
+
+    def forward_decode(
+        self,
+        layer: RadixLinearAttention,
+        forward_batch: ForwardBatch,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """``o [B, H, V]`` for one token per request."""
+        meta, pool = self.metadata, self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        mixed_qkv = self.short_conv_decode(
+            mixed_qkv, layer.conv_weights, conv_states=pool.conv[0], cache_indices=meta.cache_indices
+        )
+        q, k, v, g, beta = self._recurrence_inputs(layer, mixed_qkv, a, b)
+        o = self.kda_decode(
+            q, k, v, g, beta, ssm_states=pool.temporal, cache_indices=meta.cache_indices, scale=layer.head_k_dim**-0.5
+        )
+        if meta.track_sources is not None:
+            for states in (pool.conv[0], pool.temporal):
+                self.state_copy(
+                    states.unsqueeze(0), src_indices=meta.track_sources, dst_indices=meta.track_indices
+                )
+        return o
+
+    def _recurrence_inputs(
+        self, layer: RadixLinearAttention, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Per-head q, k, v, the log decay ``[T, H, K]`` and the write strength ``[T, H]``, both fp32."""
+        q, k, v = mixed_qkv.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
+        q, k = (x.unflatten(-1, (-1, layer.head_k_dim)) for x in (q, k))
+        v = v.unflatten(-1, (-1, layer.head_v_dim))
+        g = self.kda_gate(
+            a.unflatten(-1, (-1, layer.head_k_dim)), layer.A_log, layer.dt_bias, lower_bound=layer.lower_bound
+        )
+        return q, k, v, g, torch.sigmoid(b.float())

@@ -1,0 +1,181 @@
+"""SGLang's full-attention backend for K3's MLA: latent rows in a paged pool, no positions.
+
+Decode attends in latent space with the absorbed query, one pass over the cached rows. Prefill expands keys
+and values per head: the new tokens causally, the cached prefix in bounded pieces, merged by log-sum-exp, so
+that memory does not grow with the prefix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
+
+from sglang_k3.kernels import OpContext, bind
+
+# Prefix tokens, over the whole batch, whose keys and values are expanded at once.
+PREFIX_CHUNK_TOKENS = 16384
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixChunk:
+    """A piece of the cached prefixes of a batch.
+
+    Attributes:
+        kv_indices: slots of the rows, sequence after sequence ``[N]`` int64.
+        cu_seqlens: offsets into them ``[B + 1]`` int32.
+    """
+
+    kv_indices: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class MLAMetadata:
+    """What every MLA layer of one forward pass shares; ids are physical slots of the pool.
+
+    Attributes:
+        kv_indptr, kv_indices: rows that each decoding request attends to, ``[B + 1]`` int32 and ``[N]`` int64.
+        cu_seqlens: token offsets of the extend ``[B + 1]`` int32.
+        prefix_chunks: the cached prefixes of the extend; empty if there is none.
+    """
+
+    kv_indptr: torch.Tensor | None = None
+    kv_indices: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    prefix_chunks: tuple[PrefixChunk, ...] = ()
+
+
+class K3MLABackend(AttentionBackend):
+    """MLA through this package's ops, on every device."""
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        super().__init__()
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.max_context_len = model_runner.model_config.context_len
+        self.data_type = model_runner.kv_cache_dtype
+        context = OpContext(device=torch.device(model_runner.device), dtype=model_runner.kv_cache_dtype)
+        self.kv_scatter = bind("kv_scatter", context)
+        self.kv_gather = bind("kv_gather", context)
+        self.mla_decode = bind("mla_decode", context)
+        self.mla_prefill = bind("mla_prefill", context)
+        self.attn_merge = bind("attn_merge", context)
+        self.metadata = MLAMetadata()
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        if forward_batch.forward_mode.is_decode_or_idle():
+            kv_indices, kv_indptr = self._rows(
+                forward_batch.req_pool_indices, torch.zeros_like(forward_batch.seq_lens), forward_batch.seq_lens
+            )
+            self.metadata = MLAMetadata(kv_indptr=kv_indptr, kv_indices=kv_indices)
+        else:
+            self.metadata = MLAMetadata(
+                cu_seqlens=_offsets(forward_batch.extend_seq_lens),
+                prefix_chunks=tuple(self._prefix_chunks(forward_batch)),
+            )
+
+    def _prefix_chunks(self, forward_batch: ForwardBatch) -> list[PrefixChunk]:
+        longest = max(forward_batch.extend_prefix_lens_cpu, default=0)
+        step = max(1, PREFIX_CHUNK_TOKENS // max(1, forward_batch.batch_size))
+        lens = forward_batch.extend_prefix_lens
+        chunks = []
+        for start in range(0, int(longest), step):
+            first, last = (lens.clamp(max=bound) for bound in (start, start + step))
+            chunks.append(PrefixChunk(*self._rows(forward_batch.req_pool_indices, first, last)))
+        return chunks
+
+    def _rows(
+        self, req_pool_indices: torch.Tensor, first: torch.Tensor, last: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots of positions ``[first, last)`` of every request, and the offsets of each request in them."""
+        lens = last - first
+        offsets = _offsets(lens)
+        owner = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens)
+        position = torch.arange(len(owner), device=lens.device) - offsets[:-1].long()[owner] + first[owner]
+        return self.req_to_token_pool.req_to_token[req_pool_indices[owner], position].long(), offsets
+
+    def _write(self, rows: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
+        """Store the new rows and return the layer's pool ``[S, L + R]``."""
+        pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)[:, 0]
+        self.kv_scatter(rows, pool, loc=forward_batch.out_cache_loc)
+        return pool
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """``o [B, H, V]``.
+
+        Args:
+            q: explicit query ``[B, H, K + R]``.
+            k: new latent rows ``[B, L + R]``.
+            w_uk, w_uv: halves of ``kv_b_proj``, ``[H, K, L]`` and ``[H, V, L]``.
+        """
+        pool = self._write(k, layer, forward_batch)
+        q_nope, q_shared = q.split([w_uk.shape[1], q.shape[-1] - w_uk.shape[1]], dim=-1)
+        absorbed = torch.einsum("bhk,hkl->bhl", q_nope, w_uk)
+        out, _ = self.mla_decode(
+            torch.cat([absorbed, q_shared], dim=-1),
+            pool,
+            kv_indptr=self.metadata.kv_indptr,
+            kv_indices=self.metadata.kv_indices,
+            scale=layer.scaling,
+            v_dim=w_uv.shape[-1],
+        )
+        return torch.einsum("bhl,hvl->bhv", out.to(q.dtype), w_uv)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """``o [T, H, V]`` for new tokens behind their cached prefixes; arguments as in ``forward_decode``."""
+        pool = self._write(k, layer, forward_batch)
+        meta = self.metadata
+        attend = {"cu_seqlens_q": meta.cu_seqlens, "scale": layer.scaling}
+        out, lse = self.mla_prefill(
+            q, *_expand(k, w_uk, w_uv), cu_seqlens_k=meta.cu_seqlens, causal=True, **attend
+        )
+        for chunk in meta.prefix_chunks:
+            rows = self.kv_gather(pool, loc=chunk.kv_indices).to(k.dtype)
+            part = self.mla_prefill(
+                q, *_expand(rows, w_uk, w_uv), cu_seqlens_k=chunk.cu_seqlens, causal=False, **attend
+            )
+            out, lse = self.attn_merge(out, lse, *part)
+        return out.to(q.dtype)
+
+
+def _expand(rows: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-head keys ``[N, H, K + R]`` and values ``[N, H, V]`` of latent rows ``[N, L + R]``."""
+    latent, k_shared = rows.split([w_uk.shape[-1], rows.shape[-1] - w_uk.shape[-1]], dim=-1)
+    k_nope = torch.einsum("nl,hkl->nhk", latent, w_uk)
+    k_shared = k_shared.unsqueeze(1).expand(-1, k_nope.shape[1], -1)
+    return torch.cat([k_nope, k_shared], dim=-1), torch.einsum("nl,hvl->nhv", latent, w_uv)
+
+
+def _offsets(lens: torch.Tensor) -> torch.Tensor:
+    """Prefix sums ``[B + 1]`` int32 of ``lens [B]``."""
+    return torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()

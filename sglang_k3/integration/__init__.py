@@ -1,0 +1,1 @@
+"""The only code that registers with SGLang or hooks into it; one module per seam."""

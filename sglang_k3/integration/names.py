@@ -1,0 +1,48 @@
+"""The model names that this package adds, and how to tell a K3 from any other model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from sglang_k3.config import ARCHITECTURE
+from sglang_k3.env import cache_root
+
+PUBLISHED = "moonshotai/Kimi-K3"
+PUBLISHED_REVISION = "f831ab66814297da540d832a5235f8e904f29d06"
+ALIAS = "kimi-k3"
+TINY_ALIAS = "kimi-k3-tiny"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """Where a model name leads: a repository or folder, and the revision that the name stands for."""
+
+    path: str
+    revision: str | None = None
+
+
+def is_k3(model_path: str) -> bool:
+    """Whether a name or folder is a K3 model, without touching the network."""
+    folder = Path(model_path)
+    if not folder.exists():
+        return model_path in (ALIAS, TINY_ALIAS) or model_path.lower() == PUBLISHED.lower()
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return ARCHITECTURE in config["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def resolve(model_path: str) -> ModelSource:
+    """Follow an alias; the tiny model is written into the cache folder first. An existing path always wins."""
+    if Path(model_path).exists():
+        return ModelSource(model_path)
+    if model_path == TINY_ALIAS:
+        from sglang_k3.testing.cache import ensure_tiny
+
+        return ModelSource(str(ensure_tiny(cache_root())))
+    if model_path == ALIAS:
+        return ModelSource(PUBLISHED, PUBLISHED_REVISION)
+    return ModelSource(model_path)

@@ -1,0 +1,62 @@
+"""Seam: the host learns what a K3 config is, and that K3 is a hybrid MLA model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_k3.config import ARCHITECTURE, MODEL_TYPE
+
+
+def install() -> None:
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.configs.linear_attn_model_registry import (
+        LinearAttnModelSpec,
+        get_linear_attn_spec_by_arch,
+        register_linear_attn_model,
+    )
+    from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
+    from transformers import AutoConfig, AutoTokenizer
+
+    from sglang_k3.host.hf_config import K3HFConfig, K3TextHFConfig
+    from sglang_k3.host.tokenizer import KimiK3TokenizerFast
+
+    AutoConfig.register(MODEL_TYPE, K3HFConfig, exist_ok=True)
+    AutoConfig.register(K3TextHFConfig.model_type, K3TextHFConfig, exist_ok=True)
+    AutoTokenizer.register(K3HFConfig, fast_tokenizer_class=KimiK3TokenizerFast, exist_ok=True)
+    # AutoConfig's object loses attributes in the host's parser; its own registry reloads the class as it is.
+    _CONFIG_REGISTRY[MODEL_TYPE] = K3HFConfig
+    if get_linear_attn_spec_by_arch(ARCHITECTURE) is None:
+        register_linear_attn_model(
+            LinearAttnModelSpec(
+                config_class=K3TextHFConfig,
+                backend_class_name="sglang_k3.host.kda_backend.K3KDABackend",
+                arch_names=[ARCHITECTURE],
+                support_mamba_cache_extra_buffer=True,
+                unwrap_text_config=True,
+            )
+        )
+    # The spec's own field for this is never read by the host.
+    overrides._MAMBA_EXTRA_BUFFER_ARCHS = overrides._MAMBA_EXTRA_BUFFER_ARCHS | {ARCHITECTURE}
+    HookRegistry.register(
+        "sglang.srt.configs.model_config.ModelConfig._derive_model_shapes", _derive_model_shapes, HookType.AROUND
+    )
+
+
+def _derive_model_shapes(original: Callable[..., None], model_config: Any) -> None:
+    """The host knows MLA models by a list of names; K3's shapes come from its own config."""
+    original(model_config)
+    if ARCHITECTURE not in model_config.hf_config.architectures:
+        return
+    from sglang.srt.configs.model_config import AttentionArch
+
+    mla = model_config.hf_config.k3.mla
+    model_config.attention_arch = AttentionArch.MLA
+    model_config.head_dim = mla.qk_head_dim
+    model_config.kv_lora_rank = mla.kv_lora_rank
+    model_config.qk_nope_head_dim = mla.qk_nope_head_dim
+    model_config.qk_rope_head_dim = mla.qk_rope_head_dim
+    model_config.v_head_dim = mla.v_head_dim
+    model_config.scaling = mla.scale

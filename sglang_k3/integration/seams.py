@@ -1,0 +1,125 @@
+"""The ledger: every place where this package touches SGLang, why, and when it can go."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+from collections.abc import Callable
+from typing import Literal
+
+Scope = Literal["every process", "main process", "scheduler on CPU"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seam:
+    """One touch point.
+
+    Attributes:
+        name: what it is called in ``doctor`` and in errors.
+        targets: dotted paths of the host that must exist for it to work.
+        why: what the host cannot do by itself.
+        until: what would make it superfluous.
+        scope: in which processes it is installed.
+        module: the module of this package that installs it, with the name of its function.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+    why: str
+    until: str
+    scope: Scope
+    module: str
+    function: str = "install"
+
+    @property
+    def install(self) -> Callable[[], None]:
+        from importlib import import_module
+
+        function: Callable[[], None] = getattr(import_module(f"{__package__}.{self.module}"), self.function)
+        return function
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        name="config",
+        targets=(
+            "sglang.srt.utils.hf_transformers.common._CONFIG_REGISTRY",
+            "sglang.srt.configs.linear_attn_model_registry.register_linear_attn_model",
+            "sglang.srt.arg_groups.overrides._MAMBA_EXTRA_BUFFER_ARCHS",
+            "sglang.srt.configs.model_config.ModelConfig._derive_model_shapes",
+        ),
+        why="the host does not know the K3 config, nor that it is a hybrid of KDA and MLA",
+        until="a host registry for MLA shapes, and one that reads support_mamba_cache_extra_buffer",
+        scope="every process",
+        module="seam_config",
+    ),
+    Seam(
+        name="attention backend",
+        targets=(
+            "sglang.srt.layers.attention.attention_registry.register_attention_backend",
+            "sglang.srt.server_args.add_attention_backend_choices",
+        ),
+        why="no MLA backend of the host runs without positions on a CPU, or takes strided pools and owner masks",
+        until="never: a registration",
+        scope="every process",
+        module="seam_attention",
+    ),
+    Seam(
+        name="server arguments",
+        targets=("sglang.srt.server_args.ServerArgs", "sglang.srt.arg_groups.arg_utils.Arg"),
+        why="own flags, model aliases, and defaults that must be set before the host resolves its own",
+        until="a host hook for defaults by model that runs before the device is resolved",
+        scope="every process",
+        module="seam_server",
+        function="install_arguments",
+    ),
+    Seam(
+        name="server start",
+        targets=(
+            "sglang.srt.server_args.prepare_server_args",
+            "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
+            "sglang.srt.managers.scheduler.run_scheduler_process",
+            "sglang.srt.managers.detokenizer_manager.run_detokenizer_process",
+        ),
+        why="the host loads plugins too late in its scheduler and never in its detokenizer",
+        until="load_plugins first in every child process",
+        scope="main process",
+        module="seam_server",
+        function="install_main",
+    ),
+    Seam(
+        name="chat encoding",
+        targets=(
+            "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._resolve_chat_encoding_spec",
+            "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._encode_messages",
+        ),
+        why="XTML is tokenised segment by segment, which a Jinja template cannot express",
+        until="a registry of chat encoders",
+        scope="main process",
+        module="seam_chat",
+    ),
+    Seam(
+        name="CPU",
+        targets=(
+            "sglang.srt.utils.common.support_triton",
+            "sglang.srt.mem_cache.allocation.get_last_loc",
+            "sglang.srt.mem_cache.allocation.get_last_loc_torch",
+            "sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs",
+            "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+            "sglang.srt.mem_cache.allocator.paged.alloc_extend_kernel",
+            "sglang.srt.mem_cache.allocator.paged.alloc_decode_kernel",
+        ),
+        why="the host launches Triton kernels and pins memory on a device that has neither",
+        until="device checks in those places",
+        scope="scheduler on CPU",
+        module="seam_cpu",
+    ),
+)
+
+
+def install_for_this_process() -> None:
+    """Install the seams whose scope holds here; the scheduler adds its own (see ``spawn``)."""
+    is_child = multiprocessing.parent_process() is not None
+    for seam in SEAMS:
+        if seam.scope == "every process" or (seam.scope == "main process" and not is_child):
+            seam.install()

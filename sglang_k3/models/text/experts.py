@@ -1,0 +1,137 @@
+"""The routed experts of one layer on this rank: their storage, and how the checkpoint fills it.
+
+Whether experts are MXFP4 or plain is decided by the tensors that arrive, not by the ``ignore`` expressions
+of the quantisation config, which do not match the published file (fact sheet 1.4): the config is only the
+first guess, so that a model without a checkpoint has storage too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from sglang.srt.runtime_context import get_parallel
+from torch import nn
+
+from sglang_k3.config import MXFP4_GROUP_SIZE, K3Config
+from sglang_k3.errors import CheckpointError, ConfigError
+from sglang_k3.kernels import OpContext, bind
+from sglang_k3.models.text.weights import Loaders
+
+# Values per element of the last axis, by the suffix that the checkpoint gives a tensor.
+_PACKED_SUFFIXES = {"weight_packed": 2, "weight_scale": MXFP4_GROUP_SIZE}
+
+
+class RoutedExperts(nn.Module):
+    """Experts ``[first_expert, first_expert + E)``, each split by width over the MoE tensor-parallel group.
+
+    Buffers ``w13 [E, 2I, L]`` (gate rows, then up rows) and ``w2 [E, L, I]``: the run dtype, or uint8 with
+    two values a byte beside uint8 scales ``[..., L/32]`` and ``[..., I/32]``.
+    """
+
+    def __init__(self, config: K3Config, *, packed: bool) -> None:
+        super().__init__()
+        moe, parallel = config.moe, get_parallel()
+        self.num_experts = _split(moe.num_experts, parallel.moe_ep_size, "text_config.num_experts", "--ep-size")
+        self.first_expert = parallel.moe_ep_rank * self.num_experts
+        self.width = _split(
+            moe.intermediate_size, parallel.moe_tp_size, "text_config.moe_intermediate_size", "--tp-size"
+        )
+        self.first_column = parallel.moe_tp_rank * self.width
+        self.latent_size, self.total_experts = moe.latent_size, moe.num_experts
+        self.activation = {
+            "beta": config.activation_situ_beta,
+            "linear_beta": config.activation_situ_linear_beta,
+        }
+        self.run_dtype, self.device = torch.get_default_dtype(), torch.empty(0).device
+        self.allocate(packed=packed)
+
+    def allocate(self, *, packed: bool) -> None:
+        """(Re)create the buffers for packed or plain experts and choose the op for them."""
+        self.packed = packed
+        if packed and (self.width % MXFP4_GROUP_SIZE or self.latent_size % MXFP4_GROUP_SIZE):
+            raise ConfigError(
+                f"MXFP4 experts need a width and a latent size in multiples of {MXFP4_GROUP_SIZE} on every rank, got "
+                f"{self.width} and {self.latent_size}: use a smaller --tp-size, or --ep-size to split by expert instead."
+            )
+        shapes = {
+            "w13": (self.num_experts, 2 * self.width, self.latent_size),
+            "w2": (self.num_experts, self.latent_size, self.width),
+        }
+        for name, (*lead, last) in shapes.items():
+            if packed:
+                self._buffer(name, (*lead, last // 2), torch.uint8)
+                self._buffer(f"{name}_scale", (*lead, last // MXFP4_GROUP_SIZE), torch.uint8)
+            else:
+                self._buffer(name, (*lead, last), self.run_dtype)
+                self.register_buffer(f"{name}_scale", None, persistent=False)
+        context = OpContext(
+            device=self.device, dtype=self.w13.dtype, sizes={"E": self.num_experts, "L": self.latent_size, "I": self.width}
+        )
+        self.latent_experts = bind("latent_experts", context)
+
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=self.device), persistent=False)
+
+    def loaders(self) -> Loaders:
+        """A loader for every tensor of every expert, those of other ranks included: they are read past."""
+        loaders: Loaders = {}
+        for expert in range(self.total_experts):
+            for name in ("w1", "w2", "w3"):
+                for suffix in ("weight", *_PACKED_SUFFIXES):
+                    loaders[f"{expert}.{name}.{suffix}"] = self._loader(expert, name, suffix)
+        return loaders
+
+    def _loader(self, expert: int, name: str, suffix: str) -> Callable[[torch.Tensor], None]:
+        def load(tensor: torch.Tensor) -> None:
+            self._use_storage(packed=suffix in _PACKED_SUFFIXES)
+            local = expert - self.first_expert
+            if 0 <= local < self.num_experts:
+                self._destination(local, name, suffix).copy_(self._slice_of_rank(tensor, name, suffix))
+
+        return load
+
+    def _use_storage(self, *, packed: bool) -> None:
+        if packed == self.packed:
+            self.filled = True
+        elif getattr(self, "filled", False):
+            raise CheckpointError(
+                "One layer has both MXFP4 and plain experts: all experts of a layer must be stored the same way."
+            )
+        else:
+            self.allocate(packed=packed)
+            self.filled = True
+
+    def _destination(self, local: int, name: str, suffix: str) -> torch.Tensor:
+        stem = "w2" if name == "w2" else "w13"
+        buffer = getattr(self, f"{stem}_scale" if suffix == "weight_scale" else stem)[local]
+        if name == "w2":
+            return buffer
+        return buffer[: self.width] if name == "w1" else buffer[self.width :]
+
+    def _slice_of_rank(self, tensor: torch.Tensor, name: str, suffix: str) -> torch.Tensor:
+        if name != "w2":
+            return tensor[self.first_column : self.first_column + self.width]
+        per_element = _PACKED_SUFFIXES.get(suffix, 1)
+        start, width = self.first_column // per_element, self.width // per_element
+        return tensor[:, start : start + width]
+
+    def forward(self, latent: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the weighted expert sum, ``[T, L]``."""
+        return self.latent_experts(
+            latent,
+            topk_weights,
+            topk_ids,
+            self.w13,
+            self.w2,
+            w13_scale=self.w13_scale,
+            w2_scale=self.w2_scale,
+            expert_offset=self.first_expert,
+            **self.activation,
+        )
+
+
+def _split(total: int, ranks: int, key: str, flag: str) -> int:
+    if total % ranks:
+        raise ConfigError(f"{flag} gives {ranks} ranks, which do not divide {key} = {total}.")
+    return total // ranks
