@@ -18,6 +18,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_server_args
 
 from sglang_k3.kernels import OpContext, bind
+from sglang_k3.kernels.elementwise import sigmoid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,4 +157,4 @@ class K3KDABackend(MambaAttnBackendBase):
         g = self.kda_gate(
             a.unflatten(-1, (-1, layer.head_k_dim)), layer.A_log, layer.dt_bias, lower_bound=layer.lower_bound
         )
-        return q, k, v, g, torch.sigmoid(b.float())
+        return q, k, v, g, sigmoid(b.float())

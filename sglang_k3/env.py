@@ -1,0 +1,28 @@
+"""The plugin's own environment variables: debugging switches, read here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+VARIABLES = ("K3PLUGIN_KERNELS",)
+KERNEL_MODES = ("auto", "triton", "reference")
+
+
+def kernel_mode() -> str:
+    """Which implementation of each op may run: ``auto`` (the default), ``triton`` or ``reference``.
+
+    Raises:
+        ValueError: ``K3PLUGIN_KERNELS`` holds anything else.
+    """
+    value = os.environ.get("K3PLUGIN_KERNELS", "auto")
+    if value not in KERNEL_MODES:
+        raise ValueError(
+            f"K3PLUGIN_KERNELS={value!r} is not one of {', '.join(KERNEL_MODES)}. Set one of these or unset it."
+        )
+    return value
+
+
+def cache_root() -> Path:
+    """Folder for what the package generates, by the XDG convention."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-k3"

@@ -1,0 +1,49 @@
+"""Attention residual: a softmax over depth, per token, of the bank rows and the running prefix sum.
+
+    R   = bank rows in order, then prefix_sum               [N + 1, D]
+    e_i = sum_c R_ic (mean_c R_ic^2 + eps)^(-1/2) folded_weight_c
+    out = sum_i softmax(e)_i R_i                             the rows themselves, not normalised
+
+Numerics: RATIO; rows are widened to fp32, everything is fp32, one downcast at the end. Normalised rows are never
+rounded. Capturable in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_k3.kernels import OpContext, bind
+from sglang_k3.kernels.checks import FLOATS, FP32, check_dtypes, check_shapes
+from sglang_k3.kernels.depth_mix import reference
+from sglang_k3.kernels.dispatch import Impl, reference_impl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["IMPLS", "depth_mix"]
+
+IMPLS: tuple[Impl, ...] = (reference_impl(reference.depth_mix),)
+
+
+def depth_mix(bank: Tensor, prefix_sum: Tensor, folded_weight: Tensor, *, eps: float) -> Tensor:
+    """Mix the rows of each token.
+
+    Args:
+        bank: frozen rows ``[N, T, D]``, any strides; ``N == 0`` mixes the prefix alone and so returns its values.
+        prefix_sum: running sum since the last bank row ``[T, D]``.
+        folded_weight: norm weight times projection vector ``[D]``, fp32.
+        eps: added to the mean square of each row.
+    Returns:
+        ``[T, D]`` in the dtype of ``prefix_sum``; never an alias of it.
+    Raises:
+        ValueError: a shape or dtype does not fit.
+    """
+    sizes = check_shapes(
+        "depth_mix", bank=(bank, "N T D"), prefix_sum=(prefix_sum, "T D"), folded_weight=(folded_weight, "D")
+    )
+    check_dtypes("depth_mix", FLOATS, prefix_sum=prefix_sum)
+    check_dtypes("depth_mix", (prefix_sum.dtype,), bank=bank)
+    check_dtypes("depth_mix", FP32, folded_weight=folded_weight)
+    fn = bind("depth_mix", OpContext(prefix_sum.device, prefix_sum.dtype, sizes))
+    out: Tensor = fn(bank, prefix_sum, folded_weight, eps=eps)
+    return out

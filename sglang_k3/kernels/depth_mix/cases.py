@@ -1,0 +1,43 @@
+"""Cases of ``depth_mix``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from sglang_k3.kernels.case_kit import BaseCase, Cost, Draw, Inputs
+
+TOLERANCE = "ratio"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case(BaseCase):
+    rows: int
+    tokens: int
+    width: int
+
+
+CASES = tuple(
+    Case(rows=rows, tokens=tokens, width=width, dtype=dtype, seed=seed)
+    for dtype in (torch.float32, torch.bfloat16)
+    for seed, (rows, tokens, width) in enumerate(
+        [(0, 3, 16), (1, 0, 16), (1, 1, 1), (2, 5, 63), (3, 17, 64), (7, 2, 129), (8, 2, 7168)]
+    )
+)
+
+
+def make_inputs(case: Case, device: torch.device | str) -> Inputs:
+    draw = Draw(case, device)
+    # One buffer holds the rows of all depths, more of them than are filled; the rest is NaN.
+    bank = draw.normal(case.tokens, case.rows + 2, case.width).transpose(0, 1)
+    bank[case.rows :] = torch.nan
+    prefix_sum = draw.normal(case.tokens, case.width, scale=2.0)
+    folded_weight = draw.normal(case.width, dtype=torch.float32, scale=case.width**-0.5)
+    return Inputs((bank[: case.rows], prefix_sum, folded_weight), {"eps": 1e-5})
+
+
+def cost(case: Case) -> Cost:
+    num_elements = case.tokens * case.width
+    num_bytes = (case.rows + 2) * num_elements * case.dtype.itemsize + 4 * case.width
+    return Cost(num_bytes, 7 * (case.rows + 1) * num_elements)

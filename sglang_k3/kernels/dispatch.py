@@ -1,0 +1,82 @@
+"""Which implementation of an op runs where, decided once and with reasons.
+
+An op lists its implementations from the fastest to the reference. Each says, for a device, a dtype and sizes, why it
+cannot run there. The choice is made in the constructor of the model and yields a plain function: a call through it
+costs nothing more than the call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpContext:
+    """Where an op is going to run.
+
+    Attributes:
+        device: device of the tensors.
+        dtype: run dtype, or ``None`` where the op has none (copies).
+        sizes: what an implementation may want to know, by the letter of the op's docstring, e.g. ``{"K": 128}``.
+    """
+
+    device: torch.device
+    dtype: torch.dtype | None = None
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash((self.device, self.dtype, frozenset(self.sizes.items())))
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, **sizes: int) -> OpContext:
+        """The context of a module that holds ``tensor``."""
+        return cls(device=tensor.device, dtype=tensor.dtype, sizes=sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Impl:
+    """One implementation of an op.
+
+    Attributes:
+        name: ``"reference"``, ``"triton"`` or the name of a vendor library.
+        fn: the function, with the signature of the op.
+        supports: ``None`` if ``fn`` can run in a context, else the reason why not, with the value it refuses.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    supports: Callable[[OpContext], str | None]
+
+
+def reference_impl(fn: Callable[..., Any]) -> Impl:
+    """The plain torch definition of an op, which runs anywhere."""
+    return Impl("reference", fn, lambda _: None)
+
+
+def choose(impls: Sequence[Impl], ctx: OpContext, mode: str = "auto") -> Impl:
+    """The first implementation that supports ``ctx``; a mode other than ``auto`` admits only those of that name.
+
+    Raises:
+        ValueError: none does. The message holds the reason of each.
+    """
+    refusals: list[str] = []
+    for impl in impls:
+        reason = f"not asked for by mode {mode}" if mode not in ("auto", impl.name) else impl.supports(ctx)
+        if reason is None:
+            if mode == "auto" and refusals:
+                logger.info("%s runs as %s (%s)", impl.fn.__name__, impl.name, "; ".join(refusals))
+            return impl
+        refusals.append(f"{impl.name}: {reason}")
+    raise ValueError(
+        f"No implementation for {ctx} with kernel mode {mode!r} ({'; '.join(refusals)}). "
+        "Unset K3PLUGIN_KERNELS or set it to auto to allow every implementation."
+    )

@@ -1,0 +1,44 @@
+"""The bounded decay gate of KDA (Kimi Delta Attention), per head and key channel.
+
+    g = lower_bound * sigmoid( exp(A_log[h]) * (a + dt_bias[h, c]) )         lower_bound < g < 0, the log of the decay
+
+Numerics: RATIO; everything in fp32. Capturable in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_k3.kernels import OpContext, bind
+from sglang_k3.kernels.checks import FLOATS, FP32, check_dtypes, check_shapes
+from sglang_k3.kernels.dispatch import Impl, reference_impl
+from sglang_k3.kernels.kda_gate import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["IMPLS", "kda_gate"]
+
+IMPLS: tuple[Impl, ...] = (reference_impl(reference.kda_gate),)
+
+
+def kda_gate(a: Tensor, A_log: Tensor, dt_bias: Tensor, *, lower_bound: float) -> Tensor:
+    """Turn the projected gate into a log decay.
+
+    Args:
+        a: projection ``[T, H, K]``, any strides.
+        A_log: ``[H]``, fp32.
+        dt_bias: ``[H, K]``, fp32.
+        lower_bound: smallest log decay, negative.
+    Returns:
+        ``[T, H, K]``, fp32.
+    Raises:
+        ValueError: a shape or dtype does not fit, or ``lower_bound`` is not negative.
+    """
+    if lower_bound >= 0:
+        raise ValueError(f"kda_gate: lower_bound={lower_bound} must be negative, else states grow. K3 uses -5.0.")
+    sizes = check_shapes("kda_gate", a=(a, "T H K"), A_log=(A_log, "H"), dt_bias=(dt_bias, "H K"))
+    check_dtypes("kda_gate", FLOATS, a=a)
+    check_dtypes("kda_gate", FP32, A_log=A_log, dt_bias=dt_bias)
+    g: Tensor = bind("kda_gate", OpContext(a.device, a.dtype, sizes))(a, A_log, dt_bias, lower_bound=lower_bound)
+    return g

@@ -1,0 +1,14 @@
+"""Reference of ``kda_gate``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_k3.kernels.elementwise import sigmoid
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def kda_gate(a: Tensor, A_log: Tensor, dt_bias: Tensor, *, lower_bound: float) -> Tensor:
+    return lower_bound * sigmoid(A_log.exp().unsqueeze(-1) * (a.float() + dt_bias))

@@ -1,0 +1,61 @@
+"""Cases of ``mla_decode``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from sglang_k3.kernels.case_kit import BaseCase, Cost, Draw, Inputs
+
+TOLERANCE = "ratio"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case(BaseCase):
+    """``lens`` counts the cached rows of each sequence; 0 is a padding row. ``owners`` is the number of DCP ranks."""
+
+    lens: tuple[int, ...]
+    heads: int
+    latent: int
+    rope: int
+    owners: int = 1
+
+
+BF16 = torch.bfloat16
+
+CASES = (
+    Case(lens=(1,), heads=1, latent=1, rope=1, seed=1),
+    Case(lens=(), heads=2, latent=8, rope=4, seed=2),
+    Case(lens=(5, 0, 3), heads=2, latent=16, rope=8, seed=3),
+    Case(lens=(7, 33, 1), heads=3, latent=17, rope=5, seed=4),
+    Case(lens=(9, 1, 0, 4), heads=2, latent=16, rope=8, owners=2, seed=5),
+    Case(lens=(64, 63), heads=4, latent=512, rope=64, seed=6),
+    Case(lens=(5, 0, 3), heads=2, latent=16, rope=8, dtype=BF16, seed=7),
+    Case(lens=(65,), heads=4, latent=512, rope=64, owners=3, dtype=BF16, seed=8),
+)
+
+
+def make_inputs(case: Case, device: torch.device | str) -> Inputs:
+    """The inputs of rank 0: it owns every ``owners``-th position, and what it does not own has no slot (-1)."""
+    draw = Draw(case, device)
+    num_rows, width = sum(case.lens), case.latent + case.rope
+    slots = draw.distinct(num_rows, below=num_rows + 3)
+    positions = torch.cat([torch.arange(n) for n in (0, *case.lens)])
+    owned = (positions % case.owners == 0).to(draw.device)
+    kwargs = {
+        "kv_indptr": torch.tensor((0, *case.lens)).cumsum(0).to(draw.device, torch.int32),
+        "kv_indices": slots.where(owned, -1),
+        "scale": (case.latent + case.rope) ** -0.5,
+        "v_dim": case.latent,
+        "owner_mask": None if case.owners == 1 else owned,
+    }
+    kv_pool = draw.pool(num_rows + 3, width, used=slots[owned])
+    return Inputs((draw.normal(len(case.lens), case.heads, width), kv_pool), kwargs)
+
+
+def cost(case: Case) -> Cost:
+    rows, width = sum(case.lens) // case.owners, case.latent + case.rope
+    num_bytes = (rows + len(case.lens) * case.heads) * width * case.dtype.itemsize
+    num_bytes += 4 * len(case.lens) * case.heads * (case.latent + 1)
+    return Cost(num_bytes, 2 * rows * case.heads * (width + case.latent))

@@ -1,0 +1,31 @@
+"""Reference of ``mla_decode``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def mla_decode(
+    q: Tensor,
+    kv_pool: Tensor,
+    *,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    scale: float,
+    v_dim: int,
+    owner_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    out = torch.zeros(*q.shape[:2], v_dim, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    offsets = kv_indptr.tolist()
+    for b in range(q.shape[0]):
+        span = slice(offsets[b], offsets[b + 1])
+        slots = kv_indices[span] if owner_mask is None else kv_indices[span][owner_mask[span]]
+        if slots.numel() == 0:
+            continue
+        rows = kv_pool[slots].float()  # [n, L + R]
+        scores = q[b].float() @ rows.T * scale  # [H, n]
+        lse[b] = scores.logsumexp(-1)
+        out[b] = torch.exp(scores - lse[b].unsqueeze(-1)) @ rows[:, :v_dim]
+    return out, lse

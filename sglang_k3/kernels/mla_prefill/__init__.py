@@ -1,0 +1,69 @@
+"""Explicit MLA (multi-head latent attention) over packed sequences: softmax attention with its log-sum-exp.
+
+    s_ij = scale q_i . k_j;   out_i = sum_j softmax(s_i)_j v_j;   lse_i = log sum_j exp(s_ij)      natural logarithm
+
+Causal masks are aligned at the end: query i of n sees key j of m if ``j <= m - n + i``. A query that sees no key has
+output 0 and lse -inf. There are no positions.
+
+Numerics: RATIO; fp32 inside and out. The reference reads the lengths on the host, so it cannot be captured in a CUDA
+graph.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_k3.kernels import OpContext, bind
+from sglang_k3.kernels.checks import FLOATS, INTEGERS, check_dtypes, check_shapes
+from sglang_k3.kernels.dispatch import Impl, reference_impl
+from sglang_k3.kernels.mla_prefill import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["IMPLS", "mla_prefill"]
+
+IMPLS: tuple[Impl, ...] = (reference_impl(reference.mla_prefill),)
+
+
+def mla_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend inside each sequence.
+
+    Args:
+        q: ``[T, H, K]``, any strides.
+        k: ``[N, H, K]``.
+        v: ``[N, H, V]``; V may differ from K.
+        cu_seqlens_q: where the queries of each sequence begin ``[B + 1]``.
+        cu_seqlens_k: where its keys begin ``[B + 1]``.
+        scale: multiplies the scores.
+        causal: whether the mask applies.
+    Returns:
+        Output ``[T, H, V]`` and log-sum-exp ``[T, H]``, both fp32.
+    Raises:
+        ValueError: a shape or dtype does not fit.
+    """
+    op = "mla_prefill"
+    sizes = check_shapes(
+        op,
+        q=(q, "T H K"),
+        k=(k, "N H K"),
+        v=(v, "N H V"),
+        cu_seqlens_q=(cu_seqlens_q, "B+1"),
+        cu_seqlens_k=(cu_seqlens_k, "B+1"),
+    )
+    check_dtypes(op, FLOATS, q=q, k=k, v=v)
+    check_dtypes(op, INTEGERS, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    fn = bind(op, OpContext(q.device, q.dtype, sizes))
+    attended: tuple[Tensor, Tensor] = fn(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, scale=scale, causal=causal
+    )
+    return attended

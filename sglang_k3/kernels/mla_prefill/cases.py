@@ -1,0 +1,57 @@
+"""Cases of ``mla_prefill``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from sglang_k3.kernels.case_kit import BaseCase, Cost, Draw, Inputs, cu_seqlens
+
+TOLERANCE = "ratio"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case(BaseCase):
+    lens_q: tuple[int, ...]
+    lens_k: tuple[int, ...]
+    heads: int
+    key_dim: int
+    value_dim: int
+    causal: bool = True
+
+
+BF16 = torch.bfloat16
+
+CASES = (
+    Case(lens_q=(1,), lens_k=(1,), heads=1, key_dim=1, value_dim=1, seed=1),
+    Case(lens_q=(5, 3), lens_k=(5, 3), heads=2, key_dim=24, value_dim=16, seed=2),
+    Case(lens_q=(3, 1, 4), lens_k=(10, 7, 4), heads=3, key_dim=7, value_dim=9, seed=3),
+    Case(lens_q=(4, 0, 2), lens_k=(0, 5, 2), heads=2, key_dim=8, value_dim=8, seed=4),
+    Case(lens_q=(5, 2), lens_k=(3, 2), heads=2, key_dim=8, value_dim=4, seed=5),
+    Case(lens_q=(5, 3, 2), lens_k=(9, 1, 0), heads=2, key_dim=24, value_dim=16, causal=False, seed=6),
+    Case(lens_q=(33, 31), lens_k=(64, 31), heads=2, key_dim=192, value_dim=128, seed=7),
+    Case(lens_q=(5, 3), lens_k=(8, 3), heads=2, key_dim=24, value_dim=16, dtype=BF16, seed=8),
+    Case(lens_q=(17,), lens_k=(63,), heads=2, key_dim=192, value_dim=128, dtype=BF16, seed=9),
+)
+
+
+def make_inputs(case: Case, device: torch.device | str) -> Inputs:
+    draw = Draw(case, device)
+    q = draw.normal(case.heads, sum(case.lens_q), case.key_dim).transpose(0, 1)
+    kv = draw.normal(sum(case.lens_k), case.heads, case.key_dim + case.value_dim)
+    kwargs = {
+        "cu_seqlens_q": cu_seqlens(case.lens_q, draw.device),
+        "cu_seqlens_k": cu_seqlens(case.lens_k, draw.device),
+        "scale": case.key_dim**-0.5,
+        "causal": case.causal,
+    }
+    return Inputs((q, kv[..., : case.key_dim], kv[..., case.key_dim :]), kwargs)
+
+
+def cost(case: Case) -> Cost:
+    """Without the savings of the mask."""
+    pairs = sum(n * m for n, m in zip(case.lens_q, case.lens_k, strict=True)) * case.heads
+    tokens_q, tokens_k = sum(case.lens_q) * case.heads, sum(case.lens_k) * case.heads
+    num_bytes = (tokens_q * case.key_dim + tokens_k * (case.key_dim + case.value_dim)) * case.dtype.itemsize
+    return Cost(num_bytes + 4 * tokens_q * (case.value_dim + 1), 2 * pairs * (case.key_dim + case.value_dim))

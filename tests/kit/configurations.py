@@ -1,0 +1,56 @@
+"""The server configurations of the test suite: one server each, and what it must agree with."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from sglang_k3.testing.cache import ensure_tiny
+from sglang_k3.testing.server import ServerProcess, sglang_command
+from tests.kit.parity import BFLOAT16, FLOAT32, Oracle, Tolerance
+
+ON_GPU = torch.cuda.is_available()
+# On the GPU host nothing may be compiled at start: these two would be.
+DEVICE_FLAGS = ("--sampling-backend", "pytorch", "--grammar-backend", "none") if ON_GPU else ()
+DEFAULT_GRID = 64  # depth of the states that the host's tree keeps, where the page is not larger
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """A tiny checkpoint and the flags that it is served with.
+
+    Attributes:
+        grid: tokens between the depths at which a prefix can be reused.
+    """
+
+    name: str
+    preset: str = "default"
+    dtype: str = "float32"
+    experts: str = "mxfp4"
+    flags: tuple[str, ...] = ()
+    grid: int = DEFAULT_GRID
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return FLOAT32 if self.dtype == "float32" else BFLOAT16
+
+    def checkpoint(self, cache: Path) -> Path:
+        return ensure_tiny(cache, self.preset, dtype=self.dtype, experts=self.experts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A running server beside the reference of its checkpoint."""
+
+    configuration: Configuration
+    server: ServerProcess
+    oracle: Oracle
+
+
+def start(configuration: Configuration, cache: Path, log_folder: Path) -> tuple[ServerProcess, Path]:
+    """The server of a configuration, not yet entered, and its checkpoint folder."""
+    folder = configuration.checkpoint(cache)
+    command = sglang_command(str(folder), *DEVICE_FLAGS, *configuration.flags)
+    return ServerProcess(command, log_path=log_folder / f"{configuration.name}.log"), folder
