@@ -58,7 +58,7 @@ class MLAConfig:
 
     @property
     def scale(self) -> float:
-        return self.qk_head_dim**-0.5
+        return 1.0 / math.sqrt(self.qk_head_dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,9 +146,7 @@ class K3Config:
             attn_res_block_size=read.positive_or_none("attn_res_block_size"),
             first_k_dense_replace=read.integer("first_k_dense_replace"),
             moe_layer_freq=read.positive("moe_layer_freq", default=1),
-            tie_word_embeddings=bool(
-                text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-            ),
+            tie_word_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
             kda=_kda_config(read_linear),
             mla=MLAConfig(
                 num_heads=read.positive("num_attention_heads"),
@@ -302,7 +300,8 @@ def _moe_config(read: _Reader) -> MoEConfig:
     eligible = moe.num_experts // moe.num_expert_group * moe.topk_group
     if moe.top_k > eligible:
         raise ConfigError(
-            f"{read.where}.num_experts_per_token = {moe.top_k} exceeds the {eligible} experts that a token may choose from."
+            f"{read.where}.num_experts_per_token = {moe.top_k} exceeds the {eligible} experts that a token may "
+            "choose from."
         )
     return moe
 

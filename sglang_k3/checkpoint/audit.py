@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from sglang_k3.checkpoint.layout import VISION_PREFIXES, CheckpointLayout, canonical_name
 from sglang_k3.config import K3Config
@@ -111,7 +112,7 @@ def audit_folder(folder: Path) -> K3Config:
     return config
 
 
-def read_config(folder: Path) -> dict[str, object]:
+def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -155,7 +156,9 @@ def read_header(shard: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
                 raise ValueError(f"header of {length} bytes in a file of {shard.stat().st_size}")
             header = json.loads(file.read(length))
     except (struct.error, ValueError) as error:
-        raise CheckpointError(f"{shard} is not a safetensors file or is cut short: {error}. Download it again.") from None
+        raise CheckpointError(
+            f"{shard} is not a safetensors file or is cut short: {error}. Download it again."
+        ) from None
     end = 0
     for name, entry in header.items():
         if name != "__metadata__":

@@ -145,9 +145,7 @@ def _mla_tensors(config: K3Config) -> Iterator[tuple[str, TensorSpec]]:
     yield "q_b_proj.weight", TensorSpec((mla.num_heads * mla.qk_head_dim, mla.q_lora_rank))
     yield "kv_a_proj_with_mqa.weight", TensorSpec((mla.latent_dim, hidden))
     yield "kv_a_layernorm.weight", TensorSpec((mla.kv_lora_rank,))
-    yield "kv_b_proj.weight", TensorSpec(
-        (mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
-    )
+    yield "kv_b_proj.weight", TensorSpec((mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank))
     if mla.use_output_gate:
         yield "g_proj.weight", TensorSpec((v_width, hidden))
     yield "o_proj.weight", TensorSpec((hidden, v_width))

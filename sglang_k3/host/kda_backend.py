@@ -8,17 +8,19 @@ forward stream (laws I1 and I4).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
-from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_server_args
 
 from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.elementwise import sigmoid
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ class K3KDABackend(MambaAttnBackendBase):
         self.kda_prefill = bind("kda_prefill", context)
         self.kda_decode = bind("kda_decode", context)
         self.state_copy = bind("state_copy", context)
-        self.metadata: KDAMetadata | None = None
+        self.metadata: KDAMetadata
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         # The base class keeps its own record for the paths of the host that read it.
@@ -118,9 +120,7 @@ class K3KDABackend(MambaAttnBackendBase):
         }
         mixed_qkv = self.short_conv_prefill(mixed_qkv, layer.conv_weights, conv_states=pool.conv[0], **where)
         q, k, v, g, beta = self._recurrence_inputs(layer, mixed_qkv, a, b)
-        return self.kda_prefill(
-            q, k, v, g, beta, ssm_states=pool.temporal, scale=layer.head_k_dim**-0.5, **where
-        )
+        return self.kda_prefill(q, k, v, g, beta, ssm_states=pool.temporal, scale=layer.head_k_dim**-0.5, **where)
 
     def forward_decode(
         self,
@@ -142,9 +142,7 @@ class K3KDABackend(MambaAttnBackendBase):
         )
         if meta.track_sources is not None:
             for states in (pool.conv[0], pool.temporal):
-                self.state_copy(
-                    states.unsqueeze(0), src_indices=meta.track_sources, dst_indices=meta.track_indices
-                )
+                self.state_copy(states.unsqueeze(0), src_indices=meta.track_sources, dst_indices=meta.track_indices)
         return o
 
     def _recurrence_inputs(

@@ -8,15 +8,17 @@ that memory does not grow with the prefix.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_k3.kernels import OpContext, bind
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 # Prefix tokens, over the whole batch, whose keys and values are expanded at once.
 PREFIX_CHUNK_TOKENS = 16384
@@ -156,9 +158,7 @@ class K3MLABackend(AttentionBackend):
         pool = self._write(k, layer, forward_batch)
         meta = self.metadata
         attend = {"cu_seqlens_q": meta.cu_seqlens, "scale": layer.scaling}
-        out, lse = self.mla_prefill(
-            q, *_expand(k, w_uk, w_uv), cu_seqlens_k=meta.cu_seqlens, causal=True, **attend
-        )
+        out, lse = self.mla_prefill(q, *_expand(k, w_uk, w_uv), cu_seqlens_k=meta.cu_seqlens, causal=True, **attend)
         for chunk in meta.prefix_chunks:
             rows = self.kv_gather(pool, loc=chunk.kv_indices).to(k.dtype)
             part = self.mla_prefill(

@@ -93,8 +93,7 @@ def _config_dtype(model_path: str) -> str:
     if not Path(model_path).is_dir():
         return "auto"
     config = read_config(Path(model_path))
-    text = config.get("text_config", {})
-    for values in (config, text):
+    for values in (config, config["text_config"]):
         name = values.get("dtype") or values.get("torch_dtype")
         if name:
             return str(name).removeprefix("torch.")

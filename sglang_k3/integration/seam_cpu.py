@@ -12,7 +12,6 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
-
 def install() -> None:
     from sglang.srt.mem_cache.allocator import paged
 

@@ -34,22 +34,30 @@ class K3ServerArgs(ServerArgs):
         if not self.is_k3:
             super().__post_init__()
             return
-        # The host finds the model class by this name, in every child process.
-        os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "sglang_k3.models"
         ServeOptions.from_server_args(self)
         prepare_model(self)
         fill_defaults(self)
         super().__post_init__()
-        self._check_page_size()
+        self._check_track_interval()
+        self._set_environment()
+
+    def _set_environment(self) -> None:
+        """What the child processes inherit, so that users set nothing."""
+        # The host finds the model class by this name.
+        os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "sglang_k3.models"
         # The conv history is exact in the run dtype (design.md 8); the host's own default is bfloat16.
         run_dtype = str(self.get_model_config().dtype).removeprefix("torch.")
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", run_dtype)
+        if self.device == "cpu":
+            # One core is left to the processes that tokenise and answer: threads that wait for it stall all others.
+            cores = max(1, len(os.sched_getaffinity(0)) - 1)
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (self.tp_size * self.pp_size))))
 
-    def _check_page_size(self) -> None:
+    def _check_track_interval(self) -> None:
         if self.mamba_track_interval % self.mamba_cache_chunk_size:
             raise ConfigError(
-                f"--mamba-track-interval {self.mamba_track_interval} is not a multiple of {self.mamba_cache_chunk_size}, "
-                "the grid on which states are kept: use a multiple."
+                f"--mamba-track-interval {self.mamba_track_interval} is not a multiple of "
+                f"{self.mamba_cache_chunk_size}, the grid on which states are kept: use a multiple."
             )
 
     def _validate_mamba_extra_buffer(self, view: Any, model_arch: str) -> None:

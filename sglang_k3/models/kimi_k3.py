@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.distributed import get_pp_group
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
-from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
@@ -27,6 +27,9 @@ from sglang_k3.models.text.decoder_layer import KimiDecoderLayer
 from sglang_k3.models.text.norm import RMSNorm
 from sglang_k3.models.text.weights import Loaders, leading_rows, load_checkpoint, prefixed, whole
 from sglang_k3.options import ServeOptions
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +174,10 @@ class KimiK3ForConditionalGeneration(nn.Module):
         """
         audit = load_checkpoint(weights, self.loaders(), CheckpointLayout(self.k3))
         if audit.num_vision_tensors:
-            logger.info("K3: %d vision tensors checked and left unused: this version serves text only.", audit.num_vision_tensors)
+            logger.info(
+                "K3: %d vision tensors checked and left unused: this version serves text only.",
+                audit.num_vision_tensors,
+            )
 
 
 EntryClass = KimiK3ForConditionalGeneration

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import nn
 
 from sglang_k3.config import K3Config
@@ -14,6 +15,9 @@ from sglang_k3.models.text.mla import KimiMLAAttention
 from sglang_k3.models.text.mlp import SiTUMLP
 from sglang_k3.models.text.norm import RMSNorm
 from sglang_k3.models.text.weights import Loaders, leading_rows, prefixed
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class KimiDecoderLayer(nn.Module):
@@ -34,9 +38,11 @@ class KimiDecoderLayer(nn.Module):
             else KimiDeltaAttention(config, layer)
         )
         if config.is_moe(layer):
-            self.mlp_name, self.mlp = "block_sparse_moe", LatentMoE(config, packed=packed_experts)
+            self.mlp_name = "block_sparse_moe"
+            self.mlp: LatentMoE | SiTUMLP = LatentMoE(config, packed=packed_experts)
         else:
-            self.mlp_name, self.mlp = "mlp", SiTUMLP(config, config.intermediate_size)
+            self.mlp_name = "mlp"
+            self.mlp = SiTUMLP(config, config.intermediate_size)
 
     def loaders(self) -> Loaders:
         loaders: Loaders = {

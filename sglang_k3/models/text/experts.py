@@ -29,6 +29,11 @@ class RoutedExperts(nn.Module):
     two values a byte beside uint8 scales ``[..., L/32]`` and ``[..., I/32]``.
     """
 
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_scale: torch.Tensor | None
+    w2_scale: torch.Tensor | None
+
     def __init__(self, config: K3Config, *, packed: bool) -> None:
         super().__init__()
         moe, parallel = config.moe, get_parallel()
@@ -44,6 +49,7 @@ class RoutedExperts(nn.Module):
             "linear_beta": config.activation_situ_linear_beta,
         }
         self.run_dtype, self.device = torch.get_default_dtype(), torch.empty(0).device
+        self.filled = False
         self.allocate(packed=packed)
 
     def allocate(self, *, packed: bool) -> None:
@@ -51,8 +57,8 @@ class RoutedExperts(nn.Module):
         self.packed = packed
         if packed and (self.width % MXFP4_GROUP_SIZE or self.latent_size % MXFP4_GROUP_SIZE):
             raise ConfigError(
-                f"MXFP4 experts need a width and a latent size in multiples of {MXFP4_GROUP_SIZE} on every rank, got "
-                f"{self.width} and {self.latent_size}: use a smaller --tp-size, or --ep-size to split by expert instead."
+                f"MXFP4 experts need a width and a latent size in multiples of {MXFP4_GROUP_SIZE} on every rank, "
+                f"got {self.width} and {self.latent_size}: use a smaller --tp-size, or --ep-size to split by expert."
             )
         shapes = {
             "w13": (self.num_experts, 2 * self.width, self.latent_size),
@@ -65,9 +71,7 @@ class RoutedExperts(nn.Module):
             else:
                 self._buffer(name, (*lead, last), self.run_dtype)
                 self.register_buffer(f"{name}_scale", None, persistent=False)
-        context = OpContext(
-            device=self.device, dtype=self.w13.dtype, sizes={"E": self.num_experts, "L": self.latent_size, "I": self.width}
-        )
+        context = OpContext.of(self.w13, E=self.num_experts, L=self.latent_size, I=self.width)
         self.latent_experts = bind("latent_experts", context)
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -92,15 +96,13 @@ class RoutedExperts(nn.Module):
         return load
 
     def _use_storage(self, *, packed: bool) -> None:
-        if packed == self.packed:
-            self.filled = True
-        elif getattr(self, "filled", False):
-            raise CheckpointError(
-                "One layer has both MXFP4 and plain experts: all experts of a layer must be stored the same way."
-            )
-        else:
+        if packed != self.packed:
+            if self.filled:
+                raise CheckpointError(
+                    "One layer has both MXFP4 and plain experts: all experts of a layer must be stored the same way."
+                )
             self.allocate(packed=packed)
-            self.filled = True
+        self.filled = True
 
     def _destination(self, local: int, name: str, suffix: str) -> torch.Tensor:
         stem = "w2" if name == "w2" else "w13"

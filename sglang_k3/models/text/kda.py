@@ -6,6 +6,8 @@ module owns the projections before and the gated norm after the recurrence.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from sglang.srt.distributed import divide
 from sglang.srt.layers.linear import (
@@ -15,13 +17,15 @@ from sglang.srt.layers.linear import (
     RowParallelLinear,
 )
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from sglang_k3.config import K3Config
 from sglang_k3.kernels import OpContext, bind
 from sglang_k3.models.text.weights import Loaders, column_shard, leading_rows, whole
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class KimiDeltaAttention(nn.Module):
@@ -63,9 +67,7 @@ class KimiDeltaAttention(nn.Module):
         )
         self.attn.lower_bound = kda.gate_lower_bound
         self.eps = config.rms_norm_eps
-        self.gated_rms_norm = bind(
-            "gated_rms_norm", OpContext.of(self.o_proj.weight, H=self.num_heads, V=kda.head_dim)
-        )
+        self.gated_rms_norm = bind("gated_rms_norm", OpContext.of(self.o_proj.weight, H=self.num_heads, V=kda.head_dim))
 
     def loaders(self) -> Loaders:
         heads = slice(self.first_head, self.first_head + self.num_heads)

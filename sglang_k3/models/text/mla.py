@@ -7,11 +7,12 @@ choice: this module hands it the explicit query, the new rows and both halves of
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from sglang.srt.distributed import divide
 from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
@@ -20,6 +21,9 @@ from sglang_k3.config import K3Config
 from sglang_k3.kernels import OpContext, bind
 from sglang_k3.models.text.norm import RMSNorm
 from sglang_k3.models.text.weights import Loaders, leading_rows, whole
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class KimiMLAAttention(nn.Module):
@@ -46,9 +50,7 @@ class KimiMLAAttention(nn.Module):
         self.kv_b_proj = ColumnParallelLinear(
             mla.kv_lora_rank, mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), bias=False, **ranks
         )
-        self.g_proj = (
-            ColumnParallelLinear(hidden_size, v_width, bias=False, **ranks) if mla.use_output_gate else None
-        )
+        self.g_proj = ColumnParallelLinear(hidden_size, v_width, bias=False, **ranks) if mla.use_output_gate else None
         self.o_proj = RowParallelLinear(v_width, hidden_size, bias=False, **ranks)
         self.attn = RadixAttention(
             num_heads=self.num_heads,

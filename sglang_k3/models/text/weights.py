@@ -8,12 +8,15 @@ tensor at a time, and refuses what is missing, unexpected, doubled or of the wro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.layers.linear import LinearBase
 
 from sglang_k3.checkpoint.audit import Audit
 from sglang_k3.checkpoint.layout import CheckpointLayout
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.linear import LinearBase
 
 Loader = Callable[[torch.Tensor], None]
 Loaders = dict[str, Loader]
@@ -67,5 +70,3 @@ def load_checkpoint(
                 load(tensor)
     audit.finish()
     return audit
-
-

@@ -1,0 +1,137 @@
+"""The command ``sglang-k3``: ``doctor`` and ``tiny``. Each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+import sglang_k3
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DESCRIPTION = """\
+Kimi K3 on stock SGLang, as a plugin. Serving needs no command of ours; SGLang finds the plugin by itself:
+
+  python -m sglang.launch_server --model kimi-k3-tiny     a small random K3, made on first use
+  python -m sglang.launch_server --model kimi-k3          the published moonshotai/Kimi-K3
+  python -m sglang.launch_server --model DIR              a checkpoint in the published layout
+"""
+
+TINY = """\
+Write a small K3 checkpoint with random weights in the published layout: config.json, tokenizer.json and safetensors.
+The same arguments give the same bytes. It takes seconds and a few MB, and serves with
+
+  python -m sglang.launch_server --model DIR
+"""
+
+TINY_EPILOG = """\
+presets:
+{presets}
+
+examples:
+  sglang-k3 tiny ./k3
+  sglang-k3 tiny ./k3-bf16 --dtype bfloat16 --experts bf16
+  sglang-k3 tiny ./k3-odd --preset odd --seed 7 --text-only
+"""
+
+DOCTOR = """\
+Look at the installed SGLang, the devices, the kernels that would run, and every place of SGLang that the plugin
+touches; say what is wrong and what to do about it. Exit code 0: nothing is wrong; 1: something is. Nothing is started
+and nothing is changed.
+"""
+
+DOCTOR_EPILOG = """\
+examples:
+  sglang-k3 doctor
+  K3PLUGIN_KERNELS=reference sglang-k3 doctor      what would run with every op by its reference
+"""
+
+# One line for each of sglang_k3.testing.tiny.PRESETS, kept here because importing those costs seconds (tests compare).
+PRESETS = {
+    "default": "9 layers, attention residual blocks of 4: every structural feature of K3",
+    "odd": "13 layers; head counts and widths that are no powers of two",
+    "deep": "25 layers, attention residual blocks of 12 as in the published model",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except (ValueError, OSError) as error:  # what a person can put right; anything else is a bug and shows its trace
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-k3", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"sglang-k3 {sglang_k3.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_tiny(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_tiny(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    presets = "\n".join(f"  {name:<12} {text}" for name, text in PRESETS.items())
+    tiny = commands.add_parser(
+        "tiny",
+        help="write a small random K3 checkpoint in the published layout",
+        description=TINY,
+        epilog=TINY_EPILOG.format(presets=presets),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tiny.add_argument("folder", metavar="DIR", help="folder to write: new, or empty")
+    tiny.add_argument("--preset", default="default", metavar="NAME", help="sizes, see below (default: %(default)s)")
+    tiny.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="run dtype that config.json asks for; the tensors are the same (default: %(default)s)",
+    )
+    tiny.add_argument(
+        "--experts",
+        default="mxfp4",
+        choices=("mxfp4", "bf16"),
+        help="format of the routed experts; the values are the same (default: %(default)s)",
+    )
+    tiny.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the weights (default: %(default)s)")
+    tiny.add_argument("--text-only", action="store_true", help="leave the vision tower out")
+    tiny.set_defaults(run=_tiny)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check SGLang, devices, kernels and seams, and say what to do",
+        description=DOCTOR,
+        epilog=DOCTOR_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.set_defaults(run=_doctor)
+
+
+def _tiny(args: argparse.Namespace) -> int:
+    from sglang_k3.testing.tiny import write_tiny
+
+    folder = write_tiny(
+        args.folder, args.preset, seed=args.seed, dtype=args.dtype, experts=args.experts, vision=not args.text_only
+    )
+    megabytes = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
+    print(f"wrote {folder} ({megabytes:.1f} MB). Serve it: python -m sglang.launch_server --model {folder}")
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from sglang_k3.doctor import run
+
+    return 1 if run(print) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
