@@ -1,0 +1,115 @@
+"""The served model gives the log-probs of the bare sequence, whatever was cached, batched or chunked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kit.configurations import Configuration, Served
+from tests.kit.parity import assert_parity, generate, generate_together, input_logprobs, prompt_ids
+
+LENGTHS = (1, 2, 63, 64, 65, 130, 300)
+NEW_TOKENS = 8
+
+CI = [
+    Configuration("default"),
+    Configuration("bf16-chunk-16", dtype="bfloat16", flags=("--chunked-prefill-size", "16"), grid=0),
+    Configuration(
+        "odd-paged-chunk-64",
+        preset="odd",
+        experts="bf16",
+        flags=("--page-size", "16", "--chunked-prefill-size", "64"),
+    ),
+]
+FULL = [
+    Configuration("deep", preset="deep"),
+    Configuration("deep-bf16", preset="deep", dtype="bfloat16", experts="bf16"),
+    Configuration(
+        "odd-mxfp4-chunk-16", preset="odd", flags=("--page-size", "16", "--chunked-prefill-size", "16"), grid=0
+    ),
+    Configuration("odd-bf16", preset="odd", dtype="bfloat16"),
+    Configuration(
+        "no-overlap", flags=("--disable-overlap-schedule", "--mamba-radix-cache-strategy", "no_buffer"), grid=1
+    ),
+    Configuration("no-radix", flags=("--disable-radix-cache",), grid=0),
+    Configuration("chunk-64", flags=("--chunked-prefill-size", "64")),
+    Configuration("chunk-16", flags=("--chunked-prefill-size", "16"), grid=0),
+]
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.parametrize(
+        "served",
+        [pytest.param(c, id=c.name) for c in CI] + [pytest.param(c, id=c.name, marks=pytest.mark.full) for c in FULL],
+        indirect=True,
+    ),
+]
+
+
+def ask(served: Served, prompt: list[int], num_tokens: int = NEW_TOKENS) -> int:
+    """Check one answer; returns the tokens that came from the cache."""
+    answer = generate(served.server, prompt, num_tokens, served.oracle.vocab_size)
+    assert len(answer.tokens) == num_tokens
+    assert_parity(answer, served.oracle, served.configuration.tolerance)
+    return answer.cached_tokens
+
+
+def random_prompt(served: Served, length: int, seed: int) -> list[int]:
+    return prompt_ids(length, seed=seed, vocab_size=served.oracle.vocab_size)
+
+
+def flush(served: Served) -> None:
+    served.server.post_text("/flush_cache?timeout=30", {})
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_prompt_cold_and_warm(served: Served, length: int) -> None:
+    flush(served)
+    prompt = random_prompt(served, length, seed=length)
+    assert ask(served, prompt) == 0
+    ask(served, prompt)
+
+
+def test_every_position_of_a_prompt(served: Served) -> None:
+    flush(served)
+    prompt = random_prompt(served, 130, seed=7)
+    expected = torch.stack([served.oracle.after(prompt[:n])[prompt[n]] for n in range(1, len(prompt))])
+    error = (input_logprobs(served.server, prompt) - expected).abs()
+    assert error.max() <= served.configuration.tolerance.max_error
+
+
+def test_a_branch_in_the_middle_is_reused_from_the_second_time_on(served: Served) -> None:
+    flush(served)
+    grid = served.configuration.grid
+    trunk = random_prompt(served, 200, seed=1)
+    branches = [trunk + random_prompt(served, 60, seed=seed) for seed in (2, 3, 4)]
+    cached = [ask(served, branch) for branch in branches]
+    assert cached[0] == 0
+    if grid == 64:
+        # The second request replays up to the fork and leaves a state there; the third starts from it.
+        assert cached[2] == len(trunk) // grid * grid
+
+
+def test_an_earlier_answer_is_continued(served: Served) -> None:
+    flush(served)
+    prompt = random_prompt(served, 100, seed=5)
+    first = generate(served.server, prompt, 40, served.oracle.vocab_size)
+    assert_parity(first, served.oracle, served.configuration.tolerance)
+    ask(served, prompt + first.tokens + random_prompt(served, 33, seed=6))
+
+
+def test_a_batch_of_mixed_lengths_equals_one_by_one(served: Served) -> None:
+    flush(served)
+    prompts = [random_prompt(served, length, seed=50 + length) for length in (1, 17, 64, 90, 3, 129)]
+    for answer in generate_together(served.server, prompts, NEW_TOKENS, served.oracle.vocab_size):
+        assert_parity(answer, served.oracle, served.configuration.tolerance)
+
+
+def test_decoding_across_a_track_boundary(served: Served) -> None:
+    """A state is kept in the middle of an answer, and the next turn starts from it."""
+    flush(served)
+    prompt = random_prompt(served, 240, seed=8)
+    first = generate(served.server, prompt, 24, served.oracle.vocab_size)
+    assert_parity(first, served.oracle, served.configuration.tolerance)
+    cached = ask(served, prompt + first.tokens + [1, 2, 3])
+    if served.configuration.grid == 64:
+        assert cached == 256
