@@ -35,11 +35,21 @@ FULL = [
     Configuration("chunk-64", flags=("--chunked-prefill-size", "64")),
     Configuration("chunk-16", flags=("--chunked-prefill-size", "16"), grid=0),
 ]
+# Pools of a size that suits a tiny model: the host would take nearly all memory of the device.
+SMALL_POOLS = ("--max-total-tokens", "32768", "--max-running-requests", "16", "--max-mamba-cache-size", "80")
+GPU = [
+    Configuration("gpu", flags=SMALL_POOLS),
+    Configuration("gpu-odd-bf16", preset="odd", dtype="bfloat16", flags=(*SMALL_POOLS, "--chunked-prefill-size", "64")),
+]
 pytestmark = [
     pytest.mark.server,
     pytest.mark.parametrize(
         "served",
-        [pytest.param(c, id=c.name) for c in CI] + [pytest.param(c, id=c.name, marks=pytest.mark.full) for c in FULL],
+        [
+            *(pytest.param(c, id=c.name) for c in CI),
+            *(pytest.param(c, id=c.name, marks=pytest.mark.full) for c in FULL),
+            *(pytest.param(c, id=c.name, marks=pytest.mark.gpu) for c in GPU),
+        ],
         indirect=True,
     ),
 ]
