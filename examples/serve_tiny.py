@@ -87,22 +87,22 @@ def ask(server: ServerProcess, model: str) -> None:
 
 
 class Progress:
-    """Elapsed time and the last log line: rewritten in place on a terminal, every ten seconds anywhere else."""
+    """Elapsed time and what the server last said: rewritten in place on a terminal, every ten seconds anywhere else."""
 
     def __init__(self) -> None:
         self.on_terminal = sys.stdout.isatty()
         self.frame = 0
         self.next_line_s = 0.0
 
-    def show(self, elapsed_s: float, last_log_line: str) -> None:
-        printable = "".join(c for c in last_log_line if c.isprintable())
+    def show(self, elapsed_s: float, message: str) -> None:
+        printable = "".join(c for c in message if c.isprintable()) or "importing SGLang"
         if self.on_terminal:
             self.frame += 1
             line = f"{SPINNER[self.frame % len(SPINNER)]} {elapsed_s:4.0f} s  {printable}"
             width = shutil.get_terminal_size().columns - 1
             sys.stdout.write("\r\x1b[2K" + line[:width])
             sys.stdout.flush()
-        elif printable and elapsed_s >= self.next_line_s:
+        elif elapsed_s >= self.next_line_s:
             self.next_line_s = elapsed_s + 10.0
             print(f"{elapsed_s:6.0f} s  {printable[:160]}")
 

@@ -146,7 +146,7 @@ class K3Config:
             attn_res_block_size=read.positive_or_none("attn_res_block_size"),
             first_k_dense_replace=read.integer("first_k_dense_replace"),
             moe_layer_freq=read.positive("moe_layer_freq", default=1),
-            tie_word_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+            tie_word_embeddings=read.boolean("tie_word_embeddings", default=config.get("tie_word_embeddings", False)),
             kda=_kda_config(read_linear),
             mla=MLAConfig(
                 num_heads=read.positive("num_attention_heads"),

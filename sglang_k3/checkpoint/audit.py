@@ -29,6 +29,7 @@ class Audit:
         self.layout = layout
         self.problems: list[str] = []
         self._seen: set[str] = set()
+        self._packed_layers: dict[str, bool] = {}
 
     @property
     def num_vision_tensors(self) -> int:
@@ -45,6 +46,7 @@ class Audit:
         """
         canonical = canonical_name(name)
         spec = self.layout.find(canonical)
+        layer, is_expert, _ = canonical.partition(".experts.")
         if spec is None:
             problem = "unexpected: config.json describes no such tensor"
         elif canonical in self._seen:
@@ -55,6 +57,8 @@ class Audit:
             problem = f"type {dtype}, expected {PACKED_TYPE} (packed bytes)"
         elif not spec.packed and dtype not in FLOAT_TYPES:
             problem = f"type {dtype}, expected one of {', '.join(sorted(FLOAT_TYPES))}"
+        elif is_expert and self._packed_layers.setdefault(layer, spec.packed) != spec.packed:
+            problem = "MXFP4 and plain experts in one layer: all of a layer must be stored the same way"
         else:
             self._seen.add(canonical)
             return canonical

@@ -73,7 +73,7 @@ class K3HFConfig(PretrainedConfig):
             # Read by tensor, not by the host's quantisation registry: it must not see a top-level one.
             if quantization_config is not None:
                 text.setdefault("quantization_config", quantization_config)
-            for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"):
                 if key in kwargs:
                     text.setdefault(key, kwargs[key])
                 elif key in text:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sglang_k3.config import ARCHITECTURE
 from sglang_k3.env import cache_root
+from sglang_k3.errors import ConfigError
 
 PUBLISHED = "moonshotai/Kimi-K3"
 PUBLISHED_REVISION = "f831ab66814297da540d832a5235f8e904f29d06"
@@ -27,7 +28,7 @@ def is_k3(model_path: str) -> bool:
     """Whether a name or folder is a K3 model, without touching the network."""
     folder = Path(model_path)
     if not folder.exists():
-        return model_path in (ALIAS, TINY_ALIAS) or model_path.lower() == PUBLISHED.lower()
+        return _is_alias(model_path) or model_path.lower() == PUBLISHED.lower()
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return ARCHITECTURE in config["architectures"]
@@ -45,4 +46,14 @@ def resolve(model_path: str) -> ModelSource:
         return ModelSource(str(ensure_tiny(cache_root())))
     if model_path == ALIAS:
         return ModelSource(PUBLISHED, PUBLISHED_REVISION)
+    if _is_alias(model_path):
+        raise ConfigError(
+            f"There is no model {model_path!r}: known names are {ALIAS} and {TINY_ALIAS}, and no such path exists. "
+            f"Write a tiny model of another shape with `sglang-k3 tiny DIR --preset NAME` and serve its folder."
+        )
     return ModelSource(model_path)
+
+
+def _is_alias(model_path: str) -> bool:
+    """A bare name in this package's namespace, misspelt ones included: the host would look for them on the hub."""
+    return model_path.startswith(ALIAS) and "/" not in model_path

@@ -74,7 +74,7 @@ class ServerProcess:
         env: the whole environment of the server; ``None`` inherits this process's.
         start_timeout_s: seconds until ``/health`` must have answered 200.
         stop_grace_s: seconds from SIGTERM to SIGKILL. SGLang looks at its SIGTERM every five seconds.
-        on_wait: called a few times per second while the server loads, with the seconds so far and the last log line.
+        on_wait: called a few times per second while the server loads, with the seconds so far and the server's last message.
 
     Attributes:
         url: ``http://127.0.0.1:PORT``.
@@ -143,7 +143,7 @@ class ServerProcess:
             if waited > self._start_timeout_s:
                 raise ServerError(f"the server was not healthy after {waited:.0f} s. {self._log_report()}")
             if self._on_wait is not None:
-                self._on_wait(waited, self.log_tail(1))
+                self._on_wait(waited, self._last_message())
             time.sleep(POLL_S)
         self.startup_s = time.monotonic() - started
         self.check_alive()
@@ -222,6 +222,10 @@ class ServerProcess:
         except FileNotFoundError:
             return ""
         return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+
+    def _last_message(self) -> str:
+        """What SGLang last said, empty before its first line, which begins with a bracketed time as all of them do."""
+        return next((line for line in reversed(self.log_tail().splitlines()) if line.startswith("[")), "")
 
     def _log_report(self) -> str:
         return f"Log: {self.log_path}, its last lines:\n{self.log_tail()}"

@@ -22,7 +22,7 @@ import http.server, json, os, subprocess, sys, time
 assert sys.argv[1:3] == ["--model", "kimi-k3-tiny"], sys.argv
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open(os.environ["FAKE_PIDS"], "w").write(f"{os.getpid()} {child.pid}")
-print("Loading safetensors checkpoint shards", flush=True)
+print("[2026-11-29 12:00:00] Loading safetensors checkpoint shards", flush=True)
 if "--broken" in sys.argv:
     sys.exit("sglang-k3: the tensor model.norm.weight is missing")
 if "--slow" in sys.argv:

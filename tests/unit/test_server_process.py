@@ -31,7 +31,7 @@ children = [subprocess.Popen(sleeper), escaped, subprocess.Popen(deaf)]
 with open(pid_file + ".part", "w") as f:
     f.write(" ".join(str(pid) for pid in [os.getpid(), *[child.pid for child in children]]))
 os.rename(pid_file + ".part", pid_file)
-print("loading the weights", flush=True)
+print("[2026-11-29 12:00:00] loading the weights", flush=True)
 if mode == "dies":
     time.sleep(0.3)
     print("\\nValueError: the tensor model.norm.weight is missing\\n", flush=True)
@@ -166,7 +166,7 @@ def test_a_start_that_takes_too_long_is_given_up(fake: Fake):
 
 def test_an_interrupt_while_loading_ends_every_process(fake: Fake):
     def interrupt_when_loaded(elapsed_s: float, last_log_line: str) -> None:
-        if last_log_line == "loading the weights":
+        if last_log_line == "[2026-11-29 12:00:00] loading the weights":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), fake.server("hangs", on_wait=interrupt_when_loaded):

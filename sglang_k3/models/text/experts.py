@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from sglang_k3.config import MXFP4_GROUP_SIZE, K3Config
-from sglang_k3.errors import CheckpointError, ConfigError
+from sglang_k3.errors import ConfigError
 from sglang_k3.kernels import OpContext, bind
 from sglang_k3.models.text.weights import Loaders
 
@@ -88,21 +88,14 @@ class RoutedExperts(nn.Module):
 
     def _loader(self, expert: int, name: str, suffix: str) -> Callable[[torch.Tensor], None]:
         def load(tensor: torch.Tensor) -> None:
-            self._use_storage(packed=suffix in _PACKED_SUFFIXES)
+            packed = suffix in _PACKED_SUFFIXES
+            if packed != self.packed:  # the first tensor of a layer tells: the audit lets none of the other kind follow
+                self.allocate(packed=packed)
             local = expert - self.first_expert
             if 0 <= local < self.num_experts:
                 self._destination(local, name, suffix).copy_(self._slice_of_rank(tensor, name, suffix))
 
         return load
-
-    def _use_storage(self, *, packed: bool) -> None:
-        if packed != self.packed:
-            if self.filled:
-                raise CheckpointError(
-                    "One layer has both MXFP4 and plain experts: all experts of a layer must be stored the same way."
-                )
-            self.allocate(packed=packed)
-        self.filled = True
 
     def _destination(self, local: int, name: str, suffix: str) -> torch.Tensor:
         stem = "w2" if name == "w2" else "w13"

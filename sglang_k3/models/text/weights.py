@@ -68,5 +68,6 @@ def load_checkpoint(
                 audit.raise_problems()
             elif (load := loaders.get(canonical)) is not None:
                 load(tensor)
+            del tensor  # or it would be held while the next one is read
     audit.finish()
     return audit

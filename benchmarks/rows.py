@@ -1,0 +1,92 @@
+"""Measured figures: one JSON file per topic in ``benchmarks/results``, one row per figure, and the README's tables.
+
+    python benchmarks/rows.py          # rewrite the tables of README.md from the rows
+
+A table stands between ``<!-- rows: TOPIC -->`` and ``<!-- end -->``; nothing in between is written by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("sglang", "torch", "triton", "transformers")
+_BLOCK = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        case: what was measured, also the text of its line in the README.
+        baseline: what it is held against, for example a limit; ``ratio`` is ``value / baseline``.
+    """
+
+    case: str
+    metric: str
+    value: float
+    unit: str
+    command: str
+    baseline: float | None = None
+    hardware: str = dataclasses.field(default_factory=lambda: hardware())
+    versions: dict[str, str] = dataclasses.field(default_factory=lambda: {name: version(name) for name in PACKAGES})
+    date: str = dataclasses.field(default_factory=lambda: datetime.date.today().isoformat())
+
+    def as_json(self) -> dict[str, object]:
+        ratio = None if self.baseline is None else round(self.value / self.baseline, 4)
+        return {**dataclasses.asdict(self), "ratio": ratio}
+
+
+def hardware() -> str:
+    """This machine in a few words; the accelerator's name if there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return f"{len(os.sched_getaffinity(0))} x {platform.machine()} CPU cores, no accelerator"
+
+
+def save(topic: str, rows: list[Row]) -> Path:
+    """Add rows to a topic; a row of the same case and metric is replaced."""
+    path = RESULTS / f"{topic}.json"
+    kept = load(topic)
+    for row in rows:
+        entry = row.as_json()
+        kept = [old for old in kept if (old["case"], old["metric"]) != (entry["case"], entry["metric"])] + [entry]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def load(topic: str) -> list[dict[str, object]]:
+    path = RESULTS / f"{topic}.json"
+    rows: list[dict[str, object]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return rows
+
+
+def with_tables(text: str) -> str:
+    """A document with the tables between its markers written anew."""
+    return _BLOCK.sub(lambda match: match[1] + table(match[2]) + match[3], text)
+
+
+def table(topic: str) -> str:
+    lines = ["| | measured | limit | on | date |", "| --- | --- | --- | --- | --- |"]
+    for row in load(topic):
+        limit = "" if row["baseline"] is None else f"{row['baseline']:g} {row['unit']}"
+        figure = f"{row['value']:g} {row['unit']}"
+        lines.append(f"| {row['case']} | {figure} | {limit} | {row['hardware']} | {row['date']} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(with_tables(readme.read_text(encoding="utf-8")), encoding="utf-8")

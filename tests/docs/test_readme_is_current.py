@@ -1,0 +1,46 @@
+"""What the README says is what was measured and what the code has."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from sglang_k3.testing.tiny import PRESETS
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ROW_KEYS = {"case", "metric", "value", "unit", "baseline", "ratio", "hardware", "versions", "date", "command"}
+
+
+def test_the_tables_are_those_of_the_rows() -> None:
+    with_tables = runpy.run_path(str(ROOT / "benchmarks" / "rows.py"))["with_tables"]
+    assert with_tables(README) == README, "run: .venv/bin/python benchmarks/rows.py"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_every_row_says_where_it_comes_from(path: Path) -> None:
+    rows = json.loads(path.read_text())
+    assert rows
+    for row in rows:
+        assert set(row) == ROW_KEYS
+        assert row["hardware"] and row["command"] and row["date"] and row["versions"]["sglang"] == "0.5.16"
+
+
+def test_nothing_is_left_to_fill_in() -> None:
+    assert "measured:" not in README
+
+
+def test_json_bodies_of_the_examples_parse() -> None:
+    bodies = re.findall(r"-d '(\{.*?\})'", README, re.DOTALL)
+    assert bodies
+    for body in bodies:
+        json.loads(body)
+
+
+def test_presets_named_exist() -> None:
+    for name in re.findall(r"--preset (\w+)", README):
+        assert name in PRESETS
