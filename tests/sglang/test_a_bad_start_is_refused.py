@@ -1,0 +1,130 @@
+"""A mistake of the user ends the start before any child process, in words that say what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from sglang_k3.errors import K3Error
+from sglang_k3.testing.tiny import write_tiny
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin() -> None:
+    """As at the start of a server."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_tiny(tmp_path / "k3")
+
+
+def edit_config(folder: Path, edit: Callable[[dict], None]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    edit(config)
+    path.write_text(json.dumps(config))
+
+
+def edit_tensor(folder: Path, ending: str, edit: Callable[[dict, str], None]) -> str:
+    """Edit the first tensor whose name ends so; returns its name."""
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(shard)
+        for name in tensors:
+            if name.endswith(ending):
+                edit(tensors, name)
+                save_file(tensors, shard)
+                return name
+    raise AssertionError(f"no tensor ends with {ending}")
+
+
+def start(folder: Path | str, **arguments: object) -> None:
+    from sglang_k3.integration.server_args import K3ServerArgs
+
+    K3ServerArgs(model_path=str(folder), **arguments)
+
+
+def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
+    name = edit_tensor(checkpoint, "kv_b_proj.weight", lambda tensors, name: tensors.pop(name))
+    with pytest.raises(K3Error, match=f"{name}: missing"):
+        start(checkpoint)
+
+
+def test_a_transposed_tensor_is_named(checkpoint: Path) -> None:
+    def transpose(tensors: dict, name: str) -> None:
+        tensors[name] = tensors[name].T.contiguous()
+
+    name = edit_tensor(checkpoint, "layers.0.mlp.gate_proj.weight", transpose)
+    with pytest.raises(K3Error, match=rf"{name}: shape \[64, 96\], expected \[96, 64\]"):
+        start(checkpoint)
+
+
+def test_a_config_without_the_kda_part_is_refused(checkpoint: Path) -> None:
+    edit_config(checkpoint, lambda config: config["text_config"].pop("linear_attn_config"))
+    with pytest.raises(K3Error, match=r"no text_config\.linear_attn_config"):
+        start(checkpoint)
+
+
+def test_another_quantisation_is_refused(checkpoint: Path) -> None:
+    edit_config(checkpoint, lambda config: config.update(quantization_config={"quant_method": "modelopt"}))
+    edit_config(checkpoint, lambda config: config["text_config"].pop("quantization_config"))
+    with pytest.raises(K3Error, match="quant_method 'modelopt'.*Use moonshotai/Kimi-K3 or a bf16 checkpoint"):
+        start(checkpoint)
+
+
+def test_a_misspelt_name_is_refused() -> None:
+    with pytest.raises(K3Error, match="no model 'kimi-k3-tinny': known names are kimi-k3 and kimi-k3-tiny"):
+        start("kimi-k3-tinny")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"attention_backend": "triton"}, "--attention-backend triton does not run K3.*Leave the flag out"),
+        ({"quantization": "fp8"}, "--quantization fp8 is not supported.*Leave the flag out"),
+        ({"enable_multimodal": True}, "--enable-multimodal.*text only"),
+        ({"mamba_track_interval": 100}, "--mamba-track-interval 100 is not a multiple of 64"),
+        ({"k3_latent_norm_eps": "1e-5"}, "--k3-latent-norm-eps '1e-5' is not one of reference, config"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_flag_that_cannot_be_met_is_refused(checkpoint: Path, arguments: dict[str, object], says: str) -> None:
+    with pytest.raises(K3Error, match=says):
+        start(checkpoint, device="cpu", **arguments)
+
+
+def test_on_the_command_line_it_is_one_line(checkpoint: Path) -> None:
+    edit_tensor(checkpoint, "lm_head.weight", lambda tensors, name: tensors.pop(name))
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(
+        "sglang-k3: The checkpoint does not fit its config.json: language_model."
+    )
+
+
+def test_the_whole_command_line_of_a_good_start_resolves(checkpoint: Path) -> None:
+    """The counterpart: with nothing but a path, everything open is filled in."""
+    from sglang_k3.integration.server_args import K3ServerArgs
+
+    args = K3ServerArgs(model_path=str(checkpoint))
+    assert args.is_k3
+    assert (args.dtype, args.attention_backend) == ("float32", "k3_mla")
+    assert args.max_running_requests and args.max_mamba_cache_size and args.max_total_tokens
