@@ -1,9 +1,4 @@
-"""Measured figures: one JSON file per topic in ``benchmarks/results``, one row per figure, and the README's tables.
-
-    python benchmarks/rows.py          # rewrite the tables of README.md from the rows
-
-A table stands between ``<!-- rows: TOPIC -->`` and ``<!-- end -->``; nothing in between is written by hand.
-"""
+"""Measured figures: one JSON file per topic in ``benchmarks/results``, one row per figure."""
 
 from __future__ import annotations
 
@@ -12,14 +7,12 @@ import datetime
 import json
 import os
 import platform
-import re
 from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("sglang", "torch", "triton", "transformers")
-_BLOCK = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,22 +64,3 @@ def load(topic: str) -> list[dict[str, object]]:
     path = RESULTS / f"{topic}.json"
     rows: list[dict[str, object]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     return rows
-
-
-def with_tables(text: str) -> str:
-    """A document with the tables between its markers written anew."""
-    return _BLOCK.sub(lambda match: match[1] + table(match[2]) + match[3], text)
-
-
-def table(topic: str) -> str:
-    lines = ["| | measured | limit | on | date |", "| --- | --- | --- | --- | --- |"]
-    for row in load(topic):
-        limit = "" if row["baseline"] is None else f"{row['baseline']:g} {row['unit']}"
-        figure = f"{row['value']:g} {row['unit']}"
-        lines.append(f"| {row['case']} | {figure} | {limit} | {row['hardware']} | {row['date']} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(with_tables(readme.read_text(encoding="utf-8")), encoding="utf-8")
