@@ -189,6 +189,29 @@ class K3Config:
         return frozenset(self.full_attention_layers)
 
 
+def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A parsed ``config.json`` with some values replaced, objects merged key by key.
+
+    Raises:
+        ConfigError: a top-level key that the file does not have; most keys belong under ``text_config``.
+    """
+    unknown = sorted(set(overrides) - set(config))
+    if unknown:
+        raise ConfigError(
+            f"--json-model-override-args: config.json has no {', '.join(unknown)} at the top. "
+            'Keys of the language model go under text_config: {"text_config": {...}}.'
+        )
+    return _merged(config, overrides)
+
+
+def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for key, value in overrides.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
 class _Reader:
     """Typed access to one JSON object; an error names the key as the user would look it up."""
 

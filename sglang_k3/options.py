@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, get_args
 
-from sglang_k3.errors import ConfigError
+from sglang_k3.errors import ConfigError, HostError
 
 LatentNormEps = Literal["reference", "config"]
 # The published reference leaves out the epsilon of these two norms, so its constructor default applies.
@@ -31,9 +31,18 @@ class ServeOptions:
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> ServeOptions:
-        """The options that a parsed command line carries; defaults where the host's own class was used."""
-        fields = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: getattr(server_args, name) for name in fields if hasattr(server_args, name)})
+        """The options that a parsed command line carries.
+
+        Raises:
+            HostError: the arguments are the host's own class: the plugin was not loaded in this process.
+        """
+        try:
+            return cls(**{field.name: getattr(server_args, field.name) for field in dataclasses.fields(cls)})
+        except AttributeError:
+            raise HostError(
+                "K3 is served with arguments that have no --k3-* options: SGLang did not load the plugin. "
+                "Run `sglang-k3 doctor`, and check SGLANG_PLUGINS."
+            ) from None
 
     def latent_norm_eps(self, rms_norm_eps: float) -> float:
         return rms_norm_eps if self.k3_latent_norm_eps == "config" else _REFERENCE_LATENT_NORM_EPS

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from sglang_k3.checkpoint.layout import VISION_PREFIXES, CheckpointLayout, canonical_name
-from sglang_k3.config import K3Config
+from sglang_k3.config import K3Config, with_overrides
 from sglang_k3.errors import CheckpointError, ConfigError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -100,14 +100,17 @@ class Audit:
             yield from (name for name in self.layout.vision if name not in seen)
 
 
-def audit_folder(folder: Path) -> K3Config:
+def audit_folder(folder: Path, overrides: Mapping[str, Any] | None = None) -> K3Config:
     """Check ``config.json`` and the safetensors headers of a local checkpoint against each other.
+
+    Args:
+        overrides: values that take the place of those in the file, objects merged key by key.
 
     Raises:
         ConfigError: ``config.json`` is missing, unreadable or not a K3 this package can run.
         CheckpointError: a shard or tensor is missing, unexpected, doubled, or of the wrong shape or type.
     """
-    config = K3Config.from_dict(read_config(folder))
+    config = K3Config.from_dict(with_overrides(read_config(folder), overrides or {}))
     audit = Audit(CheckpointLayout(config))
     for shard in shard_files(folder):
         for name, shape, dtype in read_header(shard):
@@ -159,14 +162,17 @@ def read_header(shard: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
             if length > shard.stat().st_size:
                 raise ValueError(f"header of {length} bytes in a file of {shard.stat().st_size}")
             header = json.loads(file.read(length))
-    except (struct.error, ValueError) as error:
+        entries = {
+            name: (tuple(entry["shape"]), entry["dtype"], entry["data_offsets"][1])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(
             f"{shard} is not a safetensors file or is cut short: {error}. Download it again."
         ) from None
-    end = 0
-    for name, entry in header.items():
-        if name != "__metadata__":
-            end = max(end, entry["data_offsets"][1])
-            yield name, tuple(entry["shape"]), entry["dtype"]
+    for name, (shape, dtype, _) in entries.items():
+        yield name, shape, dtype
+    end = max((end for _, _, end in entries.values()), default=0)
     if 8 + length + end > shard.stat().st_size:
         raise CheckpointError(f"{shard} is cut short: its header promises {8 + length + end} bytes. Download it again.")

@@ -1,15 +1,30 @@
-"""The server's Hugging Face tokenizer as the chat encoding needs it."""
+"""A Hugging Face tokenizer as the chat encoding needs it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from tokenizers import Tokenizer
+
+from sglang_k3.chat.tiktoken_file import slices
+
 
 class HFChatTokenizer:
-    """See ``chat.encoding.ChatTokenizer``."""
+    """See ``chat.segments.ChatTokenizer``; a fast tokenizer of any class will do.
+
+    Ordinary text goes through a second tokenizer on the same vocabulary that has no special tokens at all. The flag
+    of the first one that would do the same is shared by all threads, and does not hold for added tokens that are not
+    declared special.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        backend: Tokenizer = tokenizer.backend_tokenizer
+        self._ordinary = Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            self._ordinary.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            self._ordinary.pre_tokenizer = backend.pre_tokenizer
 
     def control_id(self, spelling: str) -> int:
         token_id = self._tokenizer.convert_tokens_to_ids(spelling)
@@ -21,5 +36,11 @@ class HFChatTokenizer:
         return int(token_id)
 
     def encode_ordinary(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half a surrogate pair, as JSON can spell it; tiktoken replaces it likewise
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        ids: list[int] = []
+        for part in slices(text):
+            ids += self._ordinary.encode(part, add_special_tokens=False).ids
         return ids

@@ -17,7 +17,7 @@ from sglang.srt.configs.mamba_utils import (
 from sglang.srt.runtime_context import get_parallel
 from transformers import PretrainedConfig
 
-from sglang_k3.config import MODEL_TYPE, K3Config
+from sglang_k3.config import MODEL_TYPE, K3Config, with_overrides
 
 
 class K3TextHFConfig(PretrainedConfig):
@@ -82,6 +82,14 @@ class K3HFConfig(PretrainedConfig):
         self.text_config = text_config
         kwargs.setdefault("tie_word_embeddings", text_config.tie_word_embeddings)
         super().__init__(**kwargs)
+
+    def update(self, config_dict: dict[str, Any]) -> None:
+        """``--json-model-override-args``: nested objects are merged, where the base class would replace them."""
+        old = {key: getattr(self, key) for key in config_dict if hasattr(self, key)}
+        if "text_config" in config_dict:
+            old["text_config"] = self.text_config.to_dict()
+        for key, value in with_overrides(old, config_dict).items():
+            setattr(self, key, K3TextHFConfig(**value) if key == "text_config" else value)
 
     @property
     def k3(self) -> K3Config:

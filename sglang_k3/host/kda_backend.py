@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
-from sglang.srt.runtime_context import get_server_args
 
 from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.elementwise import sigmoid
@@ -51,6 +50,7 @@ class K3KDABackend(MambaAttnBackendBase):
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
+        self.state_chunk = model_runner.server_args.mamba_cache_chunk_size
         state = model_runner.req_to_token_pool.mamba_pool.mamba_cache
         context = OpContext.of(state.temporal, K=state.temporal.shape[-1], V=state.temporal.shape[-2])
         self.short_conv_prefill = bind("short_conv_prefill", context)
@@ -89,9 +89,9 @@ class K3KDABackend(MambaAttnBackendBase):
         track_lens = None
         if self.forward_metadata.has_mamba_track_mask:
             # The host rounds a depth that it wants down to its chunk, and adds one to ask for an inner one.
-            chunk = get_server_args().mamba_cache_chunk_size
             wanted = forward_batch.mamba_track_seqlens - forward_batch.extend_prefix_lens
-            track_lens = torch.where(forward_batch.mamba_track_mask, wanted // chunk * chunk, -1)
+            wanted = wanted // self.state_chunk * self.state_chunk
+            track_lens = torch.where(forward_batch.mamba_track_mask, wanted, -1)
         return KDAMetadata(
             cache_indices,
             cu_seqlens=cu_seqlens,

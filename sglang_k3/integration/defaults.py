@@ -1,25 +1,29 @@
 """What a K3 server needs and its user should not have to say.
 
-Only fields that are still unset are filled, before the host resolves its own defaults; what cannot work is
-refused here, before a process is started.
+Only fields that are still unset are filled, before the host resolves its own defaults; what cannot be split or
+paged as asked is refused here, before a process is started.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
+from sglang.srt.utils import get_device
 
 from sglang_k3.checkpoint.audit import audit_folder, read_config
+from sglang_k3.config import MXFP4_GROUP_SIZE, K3Config, with_overrides
 from sglang_k3.errors import ConfigError
 from sglang_k3.integration.names import resolve
+from sglang_k3.integration.refusals import ATTENTION_BACKEND, refuse_unsupported
 
 if TYPE_CHECKING:
     from sglang_k3.integration.server_args import K3ServerArgs
 
-ATTENTION_BACKEND = "k3_mla"
+STATE_CHUNK = 64  # tokens between the depths at which the host keeps a state in prefill
+TRACK_INTERVAL = 256  # the least number of tokens between two states of one answer
 CPU_RUNNING_REQUESTS = 16
 # The host keeps up to five recurrent states per running request: working slot, ping-pong pair, two in the tree.
 STATES_PER_REQUEST = 5
@@ -40,21 +44,26 @@ def prepare_model(args: K3ServerArgs) -> None:
         args.model_path = source.path
         args.revision = args.revision or source.revision
     if Path(args.model_path).is_dir():
-        audit_folder(Path(args.model_path))
+        audit_folder(Path(args.model_path), _overrides(args))
 
 
 def fill_defaults(args: K3ServerArgs) -> None:
-    """Set what the user left open."""
-    _refuse_unsupported(args)
-    if args.device is None and not _has_accelerator():
-        args.device = "cpu"
-    on_cpu = (args.device or "").startswith("cpu")
+    """Set what the user left open.
+
+    Raises:
+        ConfigError: an option does not work with K3, or not with this model's sizes.
+    """
+    refuse_unsupported(args)
+    if args.device is None:
+        args.device = _device_of_this_machine()
+    on_cpu = args.device == "cpu"
     args.attention_backend = ATTENTION_BACKEND
     if args.dtype == "auto":
         # The host would serve a float32 checkpoint in half precision.
-        args.dtype = _config_dtype(args.model_path)
+        args.dtype = _config_dtype(args)
     if args.page_size is None:
         args.page_size = 1 if on_cpu else 64
+    _fit_grid(args)
     if args.enable_multimodal is None:
         args.enable_multimodal = False
     # One tensor of host memory at a time: the host's threaded reader holds several shards.
@@ -63,36 +72,63 @@ def fill_defaults(args: K3ServerArgs) -> None:
         args.model_loader_extra_config = json.dumps({**extra, "enable_multithread_load": False})
     # The ops run eagerly for now; graphs come with their Triton implementations.
     args.disable_cuda_graph = True
-    if on_cpu:
-        _size_cpu_pools(args)
+    if Path(args.model_path).is_dir():
+        config = K3Config.from_dict(with_overrides(read_config(Path(args.model_path)), _overrides(args)))
+        check_splits(config, tp_size=args.tp_size, ep_size=args.ep_size)
+        if on_cpu:
+            _size_cpu_pools(args, config)
 
 
-def _refuse_unsupported(args: K3ServerArgs) -> None:
-    for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        value = getattr(args, flag)
-        if value not in (None, ATTENTION_BACKEND):
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} {value} does not run K3: its MLA has no positions and an output gate. "
-                f"Leave the flag out; {ATTENTION_BACKEND} is used."
-            )
-    if args.quantization not in (None, "unquant", "compressed-tensors"):
+def check_splits(config: K3Config, *, tp_size: int, ep_size: int) -> None:
+    """Whether every width of a model divides over the ranks.
+
+    Raises:
+        ConfigError: names the size, the number of ranks, and a number that works.
+    """
+    if tp_size % ep_size:
         raise ConfigError(
-            f"--quantization {args.quantization} is not supported for K3: MXFP4 and bf16 experts are recognised from "
-            "the checkpoint itself. Leave the flag out."
+            f"--ep-size {ep_size} must divide --tp-size {tp_size}: experts are split over the same ranks."
         )
-    if args.enable_multimodal:
-        raise ConfigError("--enable-multimodal: this version of sglang-k3 serves text only. Leave the flag out.")
+    moe_tp = tp_size // ep_size
+    sizes = (
+        ("linear_attn_config.num_heads", config.kda.num_heads, tp_size, "--tp-size", 1),
+        ("num_attention_heads", config.mla.num_heads, tp_size, "--tp-size", 1),
+        ("intermediate_size", config.intermediate_size, tp_size, "--tp-size", 1),
+        ("shared expert width", config.moe.shared_intermediate_size, tp_size, "--tp-size", 1),
+        ("num_experts", config.moe.num_experts, ep_size, "--ep-size", 1),
+        (
+            "moe_intermediate_size",
+            config.moe.intermediate_size,
+            moe_tp,
+            "--tp-size over --ep-size",
+            MXFP4_GROUP_SIZE if config.mxfp4_experts else 1,
+        ),
+    )
+    for name, size, ranks, flag, unit in sizes:
+        if size % (ranks * unit):
+            works = max(n for n in range(1, ranks + 1) if size % (n * unit) == 0)
+            of_unit = f" in parts of {unit}" if unit > 1 else ""
+            raise ConfigError(f"{flag} gives {ranks} ranks, but {name} = {size} divides{of_unit} over {works} at most.")
 
 
-def _has_accelerator() -> bool:
-    return torch.cuda.is_available()
+def _overrides(args: K3ServerArgs) -> dict[str, Any]:
+    overrides: dict[str, Any] = json.loads(args.json_model_override_args)
+    return overrides
 
 
-def _config_dtype(model_path: str) -> str:
+def _device_of_this_machine() -> str:
+    try:
+        return get_device()
+    except RuntimeError:  # the host's way of saying that there is no accelerator
+        return "cpu"
+
+
+def _config_dtype(args: K3ServerArgs) -> str:
     """The run dtype that a local ``config.json`` names, or the host's choice for a repository."""
-    if not Path(model_path).is_dir():
+    folder = Path(args.model_path)
+    if not folder.is_dir():
         return "auto"
-    config = read_config(Path(model_path))
+    config = with_overrides(read_config(folder), _overrides(args))
     for values in (config, config["text_config"]):
         name = values.get("dtype") or values.get("torch_dtype")
         if name:
@@ -100,9 +136,32 @@ def _config_dtype(model_path: str) -> str:
     return "bfloat16"
 
 
-def _size_cpu_pools(args: K3ServerArgs) -> None:
+def _fit_grid(args: K3ServerArgs) -> None:
+    """States are kept at multiples of the grid; the interval between them while decoding must be one."""
+    page = args.page_size
+    assert page is not None
+    if page < 1 or max(page, STATE_CHUNK) % min(page, STATE_CHUNK):
+        raise ConfigError(
+            f"--page-size {page} must divide {STATE_CHUNK} or be a multiple of it: states are kept at pages."
+        )
+    grid = max(page, STATE_CHUNK)
+    default = next(f.default for f in dataclasses.fields(args) if f.name == "mamba_track_interval")
+    if args.mamba_track_interval == default:
+        args.mamba_track_interval = -(-TRACK_INTERVAL // grid) * grid
+    elif args.mamba_track_interval < 1 or args.mamba_track_interval % grid:
+        raise ConfigError(
+            f"--mamba-track-interval {args.mamba_track_interval} is not a multiple of {grid}, the grid on which states "
+            f"are kept: use {max(1, round(args.mamba_track_interval / grid)) * grid}."
+        )
+    if args.mamba_radix_cache_strategy == "no_buffer" and not (args.disable_overlap_schedule and page == 1):
+        raise ConfigError(
+            "--mamba-radix-cache-strategy no_buffer needs --disable-overlap-schedule and --page-size 1. "
+            "Give both, or leave the strategy out."
+        )
+
+
+def _size_cpu_pools(args: K3ServerArgs, config: K3Config) -> None:
     """Pools for a machine without an accelerator, bounded in bytes whatever the model's size."""
-    config = args.get_model_config().hf_config.k3
     kda, mla = config.kda, config.mla
     if args.max_running_requests is None:
         args.max_running_requests = CPU_RUNNING_REQUESTS

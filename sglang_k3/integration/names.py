@@ -6,6 +6,9 @@ import dataclasses
 import json
 from pathlib import Path
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
 from sglang_k3.config import ARCHITECTURE
 from sglang_k3.env import cache_root
 from sglang_k3.errors import ConfigError
@@ -26,14 +29,28 @@ class ModelSource:
 
 def is_k3(model_path: str) -> bool:
     """Whether a name or folder is a K3 model, without touching the network."""
-    folder = Path(model_path)
-    if not folder.exists():
-        return _is_alias(model_path) or model_path.lower() == PUBLISHED.lower()
+    path = Path(model_path) / "config.json"
+    if not Path(model_path).exists():
+        if _is_alias(model_path) or model_path.lower() == PUBLISHED.lower():
+            return True
+        cached = _cached_config(model_path)
+        if cached is None:
+            return False
+        path = cached
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
         return ARCHITECTURE in config["architectures"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def _cached_config(repository: str) -> Path | None:
+    """The ``config.json`` of a repository that has been downloaded before."""
+    try:
+        found = try_to_load_from_cache(repository, "config.json")
+    except HFValidationError:  # not the name of a repository
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def resolve(model_path: str) -> ModelSource:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_k3.integration.defaults import ATTENTION_BACKEND
+from sglang_k3.integration.refusals import ATTENTION_BACKEND
 
 
 def install() -> None:

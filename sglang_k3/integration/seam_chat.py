@@ -1,23 +1,32 @@
-"""Seam: chat messages of a K3 server become token ids through our XTML encoding, not a Jinja template."""
+"""Seam: chat messages of a K3 server become token ids through our XTML encoding, not a Jinja template.
+
+All chat endpoints of the host come through here: /v1/chat/completions, /v1/messages, /v1/responses and /tokenize.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_k3.chat.encoding import encode, render
+from sglang_k3.chat.segments import encode
 from sglang_k3.config import ARCHITECTURE
+from sglang_k3.host.chat_request import is_thinking, render_request, wrap_reasoning
 from sglang_k3.host.chat_tokenizer import HFChatTokenizer
 
 SPEC = "kimi_k3"
+
+_chat_tokenizer = functools.lru_cache(maxsize=1)(HFChatTokenizer)
 
 
 def install() -> None:
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat."
     HookRegistry.register(f"{chat}_resolve_chat_encoding_spec", _resolve_spec, HookType.AROUND)
-    HookRegistry.register(f"{chat}_encode_messages", _encode_messages, HookType.AROUND)
+    HookRegistry.register(f"{chat}_validate_request", _validate, HookType.AROUND)
+    HookRegistry.register(f"{chat}_apply_jinja_template", _encode, HookType.AROUND)
+    HookRegistry.register(f"{chat}wrap_reasoning_history", _wrap_reasoning, HookType.AROUND)
 
 
 def _resolve_spec(original: Callable[..., str | None], serving_chat: Any) -> str | None:
@@ -25,20 +34,46 @@ def _resolve_spec(original: Callable[..., str | None], serving_chat: Any) -> str
     return SPEC if ARCHITECTURE in architectures else original(serving_chat)
 
 
-def _encode_messages(
-    original: Callable[..., list[int] | None],
+def _validate(original: Callable[..., str | None], serving_chat: Any, request: Any) -> str | None:
+    """Rendered once more than needed: /v1/messages answers 500 to a ValueError, but 400 to what is said here."""
+    problem = original(serving_chat, request)
+    if problem is None and serving_chat.chat_encoding_spec == SPEC and request.input_ids is None:
+        try:
+            render_request(request)
+        except ValueError as error:
+            problem = str(error)
+    return problem
+
+
+def _encode(
+    original: Callable[..., Any],
     serving_chat: Any,
-    messages: list[dict[str, Any]],
     request: Any,
-    thinking_mode: Any,
-    tools: list[dict[str, Any]] | None = None,
-) -> list[int] | None:
+    tools: list[dict[str, Any]] | None,
+    is_multimodal: bool,
+) -> Any:
+    """In place of the whole step around the template, which refuses tool calls that are not JSON.
+
+    The host's ``tools`` are not used: of a named choice they hold only that tool, of "none" nothing.
+    """
     if serving_chat.chat_encoding_spec != SPEC:
-        return original(serving_chat, messages, request, thinking_mode, tools=tools)
-    if tools:
-        raise ValueError("tools: this version of sglang-k3 renders text messages only; send the request without tools.")
-    if request.continue_final_message:
-        raise ValueError("continue_final_message: not supported for K3, whose assistant turns are split into channels.")
-    options = request.chat_template_kwargs or {}
-    segments = render(messages, thinking=options.get("thinking", True))
-    return encode(segments, HFChatTokenizer(serving_chat.tokenizer_manager.tokenizer))
+        return original(serving_chat, request, tools, is_multimodal)
+    from sglang.srt.entrypoints.openai.protocol import MessageProcessingResult
+
+    prompt_ids = encode(render_request(request), _chat_tokenizer(serving_chat.tokenizer_manager.tokenizer))
+    # The host's own default is read off a template: the parsers are told what the prompt opened.
+    request.chat_template_kwargs = {**(request.chat_template_kwargs or {}), "thinking": is_thinking(request)}
+    return MessageProcessingResult(
+        prompt="",
+        prompt_ids=prompt_ids,
+        image_data=None,
+        audio_data=None,
+        video_data=None,
+        modalities=[],
+        stop=request.stop,
+    )
+
+
+def _wrap_reasoning(original: Callable[..., str], serving_chat: Any, text: str) -> str:
+    """The host would put it between the detector's marks, which are single tokens."""
+    return wrap_reasoning(text) if serving_chat.chat_encoding_spec == SPEC else original(serving_chat, text)

@@ -1,4 +1,4 @@
-"""Seam: the host learns what a K3 config is, and that K3 is a hybrid MLA model."""
+"""Seam: the host learns what a K3 config and tokenizer are, and that K3 is a hybrid MLA model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_k3.config import ARCHITECTURE, MODEL_TYPE
+from sglang_k3.integration.names import is_k3
 
 
 def install() -> None:
@@ -18,14 +19,12 @@ def install() -> None:
         register_linear_attn_model,
     )
     from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     from sglang_k3.host.hf_config import K3HFConfig, K3TextHFConfig
-    from sglang_k3.host.tokenizer import KimiK3TokenizerFast
 
     AutoConfig.register(MODEL_TYPE, K3HFConfig, exist_ok=True)
     AutoConfig.register(K3TextHFConfig.model_type, K3TextHFConfig, exist_ok=True)
-    AutoTokenizer.register(K3HFConfig, fast_tokenizer_class=KimiK3TokenizerFast, exist_ok=True)
     # AutoConfig's object loses attributes in the host's parser; its own registry reloads the class as it is.
     _CONFIG_REGISTRY[MODEL_TYPE] = K3HFConfig
     if get_linear_attn_spec_by_arch(ARCHITECTURE) is None:
@@ -42,6 +41,9 @@ def install() -> None:
     overrides._MAMBA_EXTRA_BUFFER_ARCHS = overrides._MAMBA_EXTRA_BUFFER_ARCHS | {ARCHITECTURE}
     HookRegistry.register(
         "sglang.srt.configs.model_config.ModelConfig._derive_model_shapes", _derive_model_shapes, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.srt.utils.hf_transformers.tokenizer._auto_tokenizer_from_pretrained", _load_tokenizer, HookType.AROUND
     )
 
 
@@ -60,3 +62,15 @@ def _derive_model_shapes(original: Callable[..., None], model_config: Any) -> No
     model_config.qk_rope_head_dim = mla.qk_rope_head_dim
     model_config.v_head_dim = mla.v_head_dim
     model_config.scaling = mla.scale
+
+
+def _load_tokenizer(original: Callable[..., Any], name: str, *args: Any, **options: Any) -> Any:
+    """A class named in ``tokenizer_config.json``, which may be code of the checkpoint, outranks a registered one."""
+    if not is_k3(str(name)):
+        return original(name, *args, **options)
+    from sglang_k3.host.tokenizer import KimiK3TokenizerFast
+
+    for choice_of_class in ("use_fast", "trust_remote_code"):
+        options.pop(choice_of_class, None)
+    revision = options.pop("tokenizer_revision", None)
+    return KimiK3TokenizerFast.from_pretrained(name, *args, revision=revision or "main", **options)

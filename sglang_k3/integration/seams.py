@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import sys
 from collections.abc import Callable
 from typing import Literal
 
@@ -47,9 +48,10 @@ SEAMS: tuple[Seam, ...] = (
             "sglang.srt.configs.linear_attn_model_registry.register_linear_attn_model",
             "sglang.srt.arg_groups.overrides._MAMBA_EXTRA_BUFFER_ARCHS",
             "sglang.srt.configs.model_config.ModelConfig._derive_model_shapes",
+            "sglang.srt.utils.hf_transformers.tokenizer._auto_tokenizer_from_pretrained",
         ),
-        why="the host does not know the K3 config, nor that it is a hybrid of KDA and MLA",
-        until="a host registry for MLA shapes, and one that reads support_mamba_cache_extra_buffer",
+        why="the host does not know the K3 config and tokenizer, nor that it is a hybrid of KDA and MLA",
+        until="host registries for tokenizers and MLA shapes, and one that reads support_mamba_cache_extra_buffer",
         scope="every process",
         module="seam_config",
     ),
@@ -91,7 +93,9 @@ SEAMS: tuple[Seam, ...] = (
         name="chat encoding",
         targets=(
             "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._resolve_chat_encoding_spec",
-            "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._encode_messages",
+            "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._validate_request",
+            "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._apply_jinja_template",
+            "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat.wrap_reasoning_history",
         ),
         why="XTML is tokenised segment by segment, which a Jinja template cannot express",
         until="a registry of chat encoders",
@@ -119,7 +123,8 @@ SEAMS: tuple[Seam, ...] = (
 
 def install_for_this_process() -> None:
     """Install the seams whose scope holds here; the scheduler adds its own (see ``spawn``)."""
-    is_child = multiprocessing.parent_process() is not None
+    # A program may run the engine in a child process of its own; the host's workers never import the engine.
+    is_main = multiprocessing.parent_process() is None or "sglang.srt.entrypoints.engine" in sys.modules
     for seam in SEAMS:
-        if seam.scope == "every process" or (seam.scope == "main process" and not is_child):
+        if seam.scope == "every process" or (seam.scope == "main process" and is_main):
             seam.install()

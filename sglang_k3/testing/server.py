@@ -74,7 +74,7 @@ class ServerProcess:
         env: the whole environment of the server; ``None`` inherits this process's.
         start_timeout_s: seconds until ``/health`` must have answered 200.
         stop_grace_s: seconds from SIGTERM to SIGKILL. SGLang looks at its SIGTERM every five seconds.
-        on_wait: called a few times per second while the server loads, with the seconds so far and the server's last message.
+        on_wait: called a few times per second while the server loads, with the seconds so far and its last message.
 
     Attributes:
         url: ``http://127.0.0.1:PORT``.

@@ -162,14 +162,14 @@ def test_a_client_that_leaves_a_stream_does_not_hold_the_server(server: ServerPr
             ),
             "text only",
         ),
-        ("/v1/chat/completions", chat_body(tools=[{"type": "function", "function": {"name": "f"}}]), "without tools"),
+        ("/v1/chat/completions", chat_body(chat_template_kwargs={"thinking_effort": "huge"}), "is not one of low"),
         (
             "/v1/chat/completions",
             chat_body(messages=[{"role": "assistant", "content": "Hi, I"}], continue_final_message=True),
             "not supported",
         ),
     ],
-    ids=["prompt longer than the context", "image", "tools", "continue a message"],
+    ids=["prompt longer than the context", "image", "effort", "continue a message"],
 )
 def test_a_request_that_cannot_be_served_is_answered_with_400(
     server: ServerProcess, path: str, body: dict[str, Any], says: str

@@ -31,6 +31,10 @@ FULL = [
     Configuration(
         "no-overlap", flags=("--disable-overlap-schedule", "--mamba-radix-cache-strategy", "no_buffer"), grid=1
     ),
+    Configuration("tp2-ep2", flags=("--tp-size", "2", "--ep-size", "2")),
+    Configuration("tp2-bf16-experts", experts="bf16", flags=("--tp-size", "2")),
+    Configuration("page-64", flags=("--page-size", "64", "--chunked-prefill-size", "128")),
+    Configuration("lazy", flags=("--mamba-radix-cache-strategy", "extra_buffer_lazy")),
     Configuration("no-radix", flags=("--disable-radix-cache",), grid=0),
     Configuration("chunk-64", flags=("--chunked-prefill-size", "64")),
     Configuration("chunk-16", flags=("--chunked-prefill-size", "16"), grid=0),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +14,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from sglang_k3.errors import K3Error
+from sglang_k3.integration.refusals import REFUSALS
 from sglang_k3.testing.tiny import write_tiny
+from tests.kit.llama import write_llama
 
 pytestmark = pytest.mark.sglang
 
@@ -91,17 +95,75 @@ def test_a_misspelt_name_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"attention_backend": "triton"}, "--attention-backend triton does not run K3.*Leave the flag out"),
-        ({"quantization": "fp8"}, "--quantization fp8 is not supported.*Leave the flag out"),
-        ({"enable_multimodal": True}, "--enable-multimodal.*text only"),
-        ({"mamba_track_interval": 100}, "--mamba-track-interval 100 is not a multiple of 64"),
+        ({"attention_backend": "triton"}, "--attention-backend triton does not work with K3.*k3_mla is used"),
+        ({"quantization": "fp8"}, "--quantization fp8 does not work with K3.*Leave the flag out"),
+        ({"enable_multimodal": True}, "--enable-multimodal does not.*text only"),
+        ({"enable_mixed_chunk": True}, "--enable-mixed-chunk does not.*state snapshots"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM.*rolled back"),
+        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2.*without loading plugins"),
+        ({"dp_size": 2}, "--dp-size 2.*Start one server per replica"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3.*not quantised"),
+        ({"mamba_track_interval": 100}, "--mamba-track-interval 100 is not a multiple of 64.*use 128"),
+        ({"page_size": 24}, "--page-size 24 must divide 64"),
+        ({"mamba_radix_cache_strategy": "no_buffer"}, "no_buffer needs --disable-overlap-schedule"),
+        ({"tp_size": 3}, "--tp-size gives 3 ranks, but .*num_heads = 4 divides over 2 at most"),
+        ({"tp_size": 2}, "moe_intermediate_size = 32 divides in parts of 32 over 1 at most"),
+        ({"tp_size": 2, "ep_size": 4}, "--ep-size 4 must divide --tp-size 2"),
+        ({"json_model_override_args": '{"rms_norm_eps": 1}'}, "no rms_norm_eps at the top.*under text_config"),
+        ({"json_model_override_args": '{"text_config": {"hidden_size": 65}}'}, "does not fit its config.json"),
         ({"k3_latent_norm_eps": "1e-5"}, "--k3-latent-norm-eps '1e-5' is not one of reference, config"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_a_flag_that_cannot_be_met_is_refused(checkpoint: Path, arguments: dict[str, object], says: str) -> None:
     with pytest.raises(K3Error, match=says):
         start(checkpoint, device="cpu", **arguments)
+
+
+def test_every_refusal_names_a_field_whose_default_works() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    defaults = {field.name: field.default for field in dataclasses.fields(ServerArgs)}
+    for refusal in REFUSALS:
+        assert refusal.works(defaults[refusal.field]), refusal.field
+        assert refusal.why and refusal.remedy
+
+
+def test_an_override_reaches_the_model(checkpoint: Path) -> None:
+    from sglang_k3.integration.server_args import K3ServerArgs
+
+    args = K3ServerArgs(
+        model_path=str(checkpoint), json_model_override_args='{"text_config": {"rms_norm_eps": 0.5}}', device="cpu"
+    )
+    assert args.get_model_config().hf_config.k3.rms_norm_eps == 0.5
+    assert args.get_model_config().hf_config.k3.hidden_size == 64
+
+
+def test_a_large_page_moves_the_default_interval(checkpoint: Path) -> None:
+    from sglang_k3.integration.server_args import K3ServerArgs
+
+    assert K3ServerArgs(model_path=str(checkpoint), page_size=512, device="cpu").mamba_track_interval == 512
+
+
+def test_the_environment_of_one_server_does_not_reach_the_next(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_k3.integration.server_args import K3ServerArgs
+
+    for name in ("SGLANG_MAMBA_CONV_DTYPE", "SGLANG_EXTERNAL_MODEL_PACKAGE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    K3ServerArgs(model_path=str(checkpoint), device="cpu", dtype="bfloat16")
+    assert os.environ["SGLANG_MAMBA_CONV_DTYPE"] == "bfloat16"
+    K3ServerArgs(model_path=str(checkpoint), device="cpu")
+    assert os.environ["SGLANG_MAMBA_CONV_DTYPE"] == "float32"
+    K3ServerArgs(model_path=str(write_llama(tmp_path / "llama")), device="cpu")
+    assert not {"SGLANG_MAMBA_CONV_DTYPE", "SGLANG_EXTERNAL_MODEL_PACKAGE", "OMP_NUM_THREADS"} & os.environ.keys()
+
+
+def test_another_model_package_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "other.models")
+    with pytest.raises(K3Error, match=r"is 'other.models', but .* Unset it"):
+        start(checkpoint, device="cpu")
 
 
 def test_on_the_command_line_it_is_one_line(checkpoint: Path) -> None:

@@ -1,0 +1,190 @@
+"""What a K3 answer must look like under a tool choice or response format, as an xgrammar structural tag.
+
+The whole assistant turn is described, thinking included: constraints begin only behind the complete end of the
+think channel. Control tokens are matched as tokens, so that text which merely spells one does not count, and free
+text cannot contain one (fact sheet 4.4.4, 4.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from sglang_k3.chat.encoding import CLOSE, END_OF_MESSAGE, OPEN, SEP
+
+Format = dict[str, Any]
+Schema = Mapping[str, Any]
+
+_CONTROL = [OPEN, CLOSE, SEP, END_OF_MESSAGE]
+_INDEX = {"type": "regex", "pattern": "[1-9][0-9]{0,3}"}
+_KEY = {"type": "regex", "pattern": '[^"<&]{1,128}'}
+# JSON schema type -> the type attribute of an argument.
+_XTML_TYPES = {
+    "string": "string",
+    "integer": "number",
+    "number": "number",
+    "boolean": "boolean",
+    "null": "null",
+    "object": "object",
+    "array": "array",
+}
+
+
+def structural_tag(turn: Format) -> Format:
+    """The request form of a turn's format."""
+    return {"type": "structural_tag", "format": turn}
+
+
+def json_turn(schema: Schema, *, thinking: bool) -> Format:
+    """A turn whose response is one JSON document of ``schema``, without tool calls."""
+    body = {"type": "json_schema", "json_schema": dict(schema)}
+    return _sequence(*_up_to_response(thinking), body, *_close("response"), *_close("message"))
+
+
+def text_turn(*, thinking: bool) -> Format:
+    """A turn with free text and no tool calls: ``tool_choice="none"``."""
+    return _sequence(*_up_to_response(thinking), _free_text(), *_close("response"), *_close("message"))
+
+
+def tools_turn(
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    thinking: bool,
+    at_least_one: bool,
+    parallel: bool,
+    strict: Literal["schema", "free"] = "schema",
+) -> Format:
+    """A turn that may (or must) end with calls of ``tools``.
+
+    Args:
+        tools: OpenAI-style functions ``{"name", "parameters"}``; only these can be called.
+        at_least_one: calls are required, else the tools channel may be left out.
+        parallel: several calls are allowed, else one.
+        strict: hold arguments to the schema, or only to the format.
+
+    Raises:
+        ValueError: no tool is given.
+    """
+    if not tools:
+        raise ValueError("tools is empty: a turn with calls needs at least one tool.")
+    calls = [_call(tool, strict) for tool in tools]
+    one = calls[0] if len(calls) == 1 else {"type": "or", "elements": calls}
+    section = _sequence(*_open("tools"), {"type": "plus", "content": one} if parallel else one, *_close("tools"))
+    if not at_least_one:
+        section = {"type": "optional", "content": section}
+    response = _sequence(*_open("response"), _free_text(), *_close("response"))
+    if thinking:
+        head = [_free_text(), *_close("think"), {"type": "optional", "content": response} if at_least_one else response]
+    else:
+        head = [_free_text(), *_close("response")]
+    return _sequence(*head, section, *_close("message"))
+
+
+def _up_to_response(thinking: bool) -> list[Format]:
+    """The generation prompt has opened the think channel, or with thinking off the response channel."""
+    return [_free_text(), *_close("think"), *_open("response")] if thinking else []
+
+
+def _call(tool: Mapping[str, Any], strict: str) -> Format:
+    name = _escaped(tool["name"])
+    schema = tool.get("parameters") or {}
+    arguments = _arguments(schema) if strict == "schema" and schema.get("properties") else [_any_arguments()]
+    return _sequence(
+        _token(OPEN),
+        _text(f'call tool="{name}" index="'),
+        _INDEX,
+        _text('"'),
+        _token(SEP),
+        *arguments,
+        *_close("call"),
+    )
+
+
+def _arguments(schema: Schema) -> list[Format]:
+    """One argument per property, in the schema's order; those that are not required may be left out."""
+    required = set(schema.get("required", ()))
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    formats = []
+    for key, value in schema["properties"].items():
+        argument = _argument(_text(_escaped(key)), value if isinstance(value, Mapping) else {}, shared)
+        formats.append(argument if key in required else {"type": "optional", "content": argument})
+    return formats
+
+
+def _any_arguments() -> Format:
+    return {"type": "star", "content": _argument(_KEY, {}, {})}
+
+
+def _argument(key: Format, schema: Schema, shared: Mapping[str, Any]) -> Format:
+    choices = [_typed_argument(key, kind, schema, shared) for kind in _types_of(schema)]
+    return choices[0] if len(choices) == 1 else {"type": "or", "elements": choices}
+
+
+def _typed_argument(key: Format, kind: str, schema: Schema, shared: Mapping[str, Any]) -> Format:
+    return _sequence(
+        _token(OPEN),
+        _text('argument key="'),
+        key,
+        _text(f'" type="{_XTML_TYPES[kind]}"'),
+        _token(SEP),
+        _value(kind, schema, shared),
+        *_close("argument"),
+    )
+
+
+def _types_of(schema: Schema) -> list[str]:
+    """The JSON types that a value of ``schema`` may have; all of them where the schema does not say."""
+    if "const" in schema or "enum" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return sorted({_type_of_value(value) for value in values})
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        declared = [declared]
+    known = [kind for kind in declared or () if kind in _XTML_TYPES]
+    return known or [kind for kind in _XTML_TYPES if kind != "integer"]
+
+
+def _type_of_value(value: Any) -> str:
+    for kind, python_type in (("boolean", bool), ("number", (int, float)), ("string", str), ("array", list)):
+        if isinstance(value, python_type):
+            return kind
+    return "null" if value is None else "object"
+
+
+def _value(kind: str, schema: Schema, shared: Mapping[str, Any]) -> Format:
+    if kind == "string":
+        # Strings are written raw; of the schema's limits only a choice of values is held to.
+        values = [value for value in schema.get("enum", [schema.get("const")]) if isinstance(value, str)]
+        if not values:
+            return _free_text()
+        return _text(values[0]) if len(values) == 1 else {"type": "or", "elements": [_text(v) for v in values]}
+    typed = {**shared, **schema} if "enum" in schema or "const" in schema else {**shared, **schema, "type": kind}
+    return {"type": "json_schema", "json_schema": typed}
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;")
+
+
+def _free_text() -> Format:
+    return {"type": "any_tokens", "exclude_tokens": _CONTROL}
+
+
+def _open(name: str) -> list[Format]:
+    return [_token(OPEN), _text(name), _token(SEP)]
+
+
+def _close(name: str) -> list[Format]:
+    return [_token(CLOSE), _text(name), _token(SEP)]
+
+
+def _token(spelling: str) -> Format:
+    return {"type": "token", "token": spelling}
+
+
+def _text(value: str) -> Format:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": list(elements)}

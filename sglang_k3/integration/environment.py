@@ -1,0 +1,60 @@
+"""Variables of the host that a K3 server's child processes inherit, so that users set nothing.
+
+One process may start several servers: what was set for one is taken back before the next, and what the user has set
+stays.
+"""
+
+from __future__ import annotations
+
+import os
+
+from sglang_k3.errors import ConfigError
+
+MODEL_PACKAGE = "sglang_k3.models"
+_ours: dict[str, str] = {}
+
+
+def set_for_k3(*, run_dtype: str, device: str, num_ranks: int) -> None:
+    """Set what the host reads for a K3 server.
+
+    Raises:
+        ConfigError: another package claims the place where the host looks for model classes.
+    """
+    clear()
+    package = os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE", MODEL_PACKAGE)
+    if package != MODEL_PACKAGE:
+        raise ConfigError(
+            f"SGLANG_EXTERNAL_MODEL_PACKAGE is {package!r}, but the host takes one package and K3 needs "
+            f"{MODEL_PACKAGE!r}. Unset it for this server."
+        )
+    _default("SGLANG_EXTERNAL_MODEL_PACKAGE", MODEL_PACKAGE)
+    # The conv history is exact in the run dtype (design.md 8); the host's own default is bfloat16.
+    _default("SGLANG_MAMBA_CONV_DTYPE", run_dtype)
+    if device == "cpu":
+        _set_for_cpu(num_ranks)
+
+
+def _set_for_cpu(num_ranks: int) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    # One core is left to the processes that tokenise and answer: threads that wait for it stall all others.
+    _default("OMP_NUM_THREADS", str(max(1, (len(cores) - 1) // num_ranks)))
+    if num_ranks > 1:
+        # The host would bind one rank to a NUMA node and give up where there are fewer.
+        share = max(1, len(cores) // num_ranks)
+        groups = (cores[rank * share % len(cores) :][:share] for rank in range(num_ranks))
+        _default("SGLANG_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, group)) for group in groups))
+        # It would also open NCCL on a device that has none; a path that leads nowhere switches that off.
+        _default("SGLANG_NCCL_SO_PATH", "/nonexistent")
+
+
+def clear() -> None:
+    """Take back what an earlier server of this process was given, where nobody has changed it since."""
+    for name, value in _ours.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _ours.clear()
+
+
+def _default(name: str, value: str) -> None:
+    if name not in os.environ:
+        os.environ[name] = _ours[name] = value

@@ -1,0 +1,308 @@
+"""Loading: every tensor of a checkpoint has a place, every place gets its tensor, and nothing else is accepted."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang_k3.checkpoint.layout import CheckpointLayout
+from sglang_k3.errors import CheckpointError
+from sglang_k3.models.kimi_k3 import KimiK3ForConditionalGeneration
+from sglang_k3.models.text.attn_residual import ResidualBank
+from sglang_k3.models.text.experts import RoutedExperts
+from sglang_k3.models.text.weights import load_checkpoint
+from sglang_k3.testing.presets import PRESETS
+from tests.kit.compare import assert_bitwise
+from tests.model.harness import TinyK3, run_dtype, state_of, tiny_k3
+
+pytestmark = pytest.mark.sglang
+
+PRESETS_AND_EXPERTS = [*itertools.product(PRESETS, ("mxfp4", "bf16"))]
+SWITCHES = [
+    {"tie_word_embeddings": True},
+    {"attn_res_block_size": None},
+    {"mla_use_output_gate": False},
+    {"latent_moe_use_norm": False},
+    {"num_shared_experts": 0},
+]
+ATTENTION = "language_model.model.layers.1.self_attn."
+MOE = "language_model.model.layers.1.block_sparse_moe."
+
+
+def all_names(layout: CheckpointLayout) -> set[str]:
+    """Every name that a text tensor of the checkpoint may have, experts in both forms."""
+    suffixes = ("weight", "weight_packed", "weight_scale")
+    return {*layout.required, *(f"{stem}.{suffix}" for stem in layout.experts for suffix in suffixes)}
+
+
+def poison(model: KimiK3ForConditionalGeneration, value: float, byte: int) -> None:
+    """Overwrite everything that a checkpoint may fill."""
+    for tensor in state_of(model).values():
+        tensor.data.fill_(byte if tensor.dtype == torch.uint8 else value)
+
+
+def experts_of(model: KimiK3ForConditionalGeneration, layer: int = 1) -> RoutedExperts:
+    return model.model.layers[layer].mlp.experts
+
+
+@pytest.mark.parametrize(("preset", "experts"), PRESETS_AND_EXPERTS)
+def test_names_and_places_correspond(preset: str, experts: str) -> None:
+    tiny = tiny_k3(preset, experts=experts)
+    assert set(tiny.build().loaders()) == all_names(tiny.layout)
+
+
+@pytest.mark.parametrize("switch", SWITCHES, ids=str)
+def test_names_and_places_correspond_with_a_step_left_out(switch: dict[str, object]) -> None:
+    tiny = tiny_k3(**switch)
+    assert set(tiny.build().loaders()) == all_names(tiny.layout) != all_names(tiny_k3().layout)
+
+
+@pytest.mark.parametrize(("preset", "experts"), PRESETS_AND_EXPERTS)
+def test_loading_fills_everything(preset: str, experts: str) -> None:
+    """What was there before does not show: two poisons give the same model, and no NaN is left."""
+    tiny, loaded = tiny_k3(preset, experts=experts), []
+    for value, byte in ((torch.nan, 255), (0.0, 0)):
+        model = tiny.build()
+        poison(model, value, byte)
+        model.load_weights(tiny.tensors.items())
+        loaded.append(state_of(model))
+    for name, tensor in loaded[0].items():
+        assert_bitwise(tensor, loaded[1][name], name)
+        assert not tensor.isnan().any(), name
+
+
+@pytest.mark.parametrize("switch", SWITCHES, ids=str)
+def test_loading_fills_everything_with_a_step_left_out(switch: dict[str, object]) -> None:
+    """Without a block size the mixes stay unused: an empty bank is passed through."""
+    tiny = tiny_k3(**switch)
+    model = tiny.build()
+    poison(model, torch.nan, 255)
+    model.load_weights(tiny.tensors.items())
+    left = {name for name, tensor in state_of(model).items() if tensor.isnan().any()}
+    unused = {name for name in state_of(model) if "_res." in name} if switch == {"attn_res_block_size": None} else set()
+    assert left == unused
+
+
+def test_tied_embeddings_are_one_tensor() -> None:
+    tiny = tiny_k3(tie_word_embeddings=True)
+    model = tiny.build()
+    model.load_weights(tiny.tensors.items())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert_bitwise(model.lm_head.weight, tiny.tensors["language_model.model.embed_tokens.weight"].float())
+
+
+# By the name of the parameter, what stays fp32 in a bfloat16 run (fact sheet 2.9; the mixes by 3.5).
+KEPT_FP32 = (
+    "qkv_conv1d",
+    "A_log",
+    "dt_bias",
+    "o_norm",
+    "e_score_correction_bias",
+    "_res.norm_weight",
+    "_res.proj_weight",
+)
+
+
+def test_fp32_tensors_stay_fp32_in_a_bfloat16_run() -> None:
+    tiny = tiny_k3("odd", experts="bf16")
+    with run_dtype(torch.bfloat16):
+        model = tiny.build()
+    model.load_weights(tiny.tensors.items())
+    dtypes = {name: tensor.dtype for name, tensor in state_of(model).items()}
+    assert dtypes == {n: torch.float32 if n.endswith(KEPT_FP32) else torch.bfloat16 for n in dtypes}
+    assert all(any(name.endswith(kept) for name in dtypes) for kept in KEPT_FP32)
+    kda, heads = model.model.layers[1].self_attn, tiny.config.kda.num_heads
+    stored = {name: tiny.tensors[ATTENTION + name] for name in ("A_log", "dt_bias", "o_norm.weight")}
+    taps = torch.cat([tiny.tensors[f"{ATTENTION}{name}_conv1d.weight"] for name in "qkv"]).squeeze(1)
+    assert (stored["A_log"].bfloat16().float() != stored["A_log"])[:heads].all()  # a detour would show
+    assert_bitwise(kda.A_log.data, stored["A_log"][:heads])
+    assert_bitwise(kda.dt_bias.data.flatten(), stored["dt_bias"])
+    assert_bitwise(kda.o_norm.data, stored["o_norm.weight"])
+    assert_bitwise(kda.qkv_conv1d.data, taps)
+    assert kda.attn.A_log is kda.A_log and kda.attn.dt_bias is kda.dt_bias  # what the backend reads
+    assert kda.attn.conv_weights is kda.qkv_conv1d
+    router = model.model.layers[1].mlp.gate
+    assert_bitwise(router.e_score_correction_bias.data, tiny.tensors[f"{MOE}gate.e_score_correction_bias"])
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_float_tensor_may_be_stored_in_three_types(stored: torch.dtype) -> None:
+    tiny = tiny_k3()
+    tensors = {n: t.to(stored) if t.is_floating_point() else t for n, t in tiny.tensors.items()}
+    with run_dtype(torch.bfloat16):
+        model = tiny.build()
+    model.load_weights(tensors.items())
+    assert_bitwise(model.model.layers[1].self_attn.dt_bias.data.flatten(), tensors[f"{ATTENTION}dt_bias"].float())
+    assert_bitwise(model.model.norm.weight.data, tensors["language_model.model.norm.weight"].bfloat16())
+
+
+def test_an_unpadded_a_log_is_the_same() -> None:
+    tiny = tiny_k3()
+    heads = tiny.config.kda.num_heads
+    cut = {n: t[:heads] if n.endswith("A_log") else t for n, t in tiny.tensors.items()}
+    loaded = []
+    for tensors in (tiny.tensors, cut):
+        model = tiny.build()
+        model.load_weights(tensors.items())
+        loaded.append(model.model.layers[0].self_attn.A_log.data)
+    assert_bitwise(*loaded)
+
+
+@pytest.mark.parametrize("stored", ["mxfp4", "bf16"])
+@pytest.mark.parametrize("guess", ["mxfp4", "bf16"])
+def test_the_tensors_decide_how_experts_are_stored(guess: str, stored: str) -> None:
+    """The config only guesses; either way each matrix lies where the op looks for it."""
+    checkpoint = tiny_k3(experts=stored)
+    model = tiny_k3(experts=guess).build()
+    assert experts_of(model).packed is (guess == "mxfp4")
+    model.load_weights(checkpoint.tensors.items())
+    for layer in range(1, checkpoint.config.num_hidden_layers):
+        assert_experts(experts_of(model, layer), checkpoint, layer)
+
+
+def assert_experts(experts: RoutedExperts, checkpoint: TinyK3, layer: int) -> None:
+    prefix = f"language_model.model.layers.{layer}.block_sparse_moe.experts."
+    packed = f"{prefix}0.w1.weight_packed" in checkpoint.tensors
+    assert experts.packed is packed
+    if not packed:
+        assert experts.w13_scale is None and experts.w2_scale is None
+    for buffer, suffix in (("", "weight_packed"), ("_scale", "weight_scale")) if packed else (("", "weight"),):
+        w13, w2 = getattr(experts, f"w13{buffer}"), getattr(experts, f"w2{buffer}")
+        for expert in range(checkpoint.config.moe.num_experts):
+            gate, up, down = (
+                checkpoint.tensors[f"{prefix}{expert}.{name}.{suffix}"].to(w13.dtype) for name in ("w1", "w3", "w2")
+            )
+            assert_bitwise(w13[expert], torch.cat([gate, up]), f"{prefix}{expert} w13{buffer}")
+            assert_bitwise(w2[expert], down, f"{prefix}{expert} w2{buffer}")
+
+
+def test_layers_may_store_their_experts_differently() -> None:
+    packed, plain = tiny_k3(experts="mxfp4"), tiny_k3(experts="bf16")
+    mixed = {n: t for n, t in packed.tensors.items() if not n.startswith(f"{MOE}experts.")}
+    mixed |= {n: t for n, t in plain.tensors.items() if n.startswith(f"{MOE}experts.")}
+    model = packed.build()
+    model.load_weights(mixed.items())
+    assert_experts(experts_of(model, 1), plain, 1)
+    assert_experts(experts_of(model, 2), packed, 2)
+
+
+@pytest.mark.parametrize("guess", ["mxfp4", "bf16"])
+def test_one_layer_may_not(guess: str) -> None:
+    packed, plain = tiny_k3(experts="mxfp4"), tiny_k3(experts="bf16")
+    odd_one = f"{MOE}experts.5.w1."
+    tensors = {n: t for n, t in packed.tensors.items() if not n.startswith(odd_one)}
+    tensors[f"{odd_one}weight"] = plain.tensors[f"{odd_one}weight"]
+    with pytest.raises(CheckpointError, match=f"{odd_one}weight: MXFP4 and plain experts in one layer"):
+        tiny_k3(experts=guess).build().load_weights(tensors.items())
+
+
+def test_a_loaded_model_takes_another_checkpoint() -> None:
+    """Also one that stores its experts the other way: the host can update weights from disk."""
+    packed, plain = tiny_k3(experts="mxfp4"), tiny_k3(experts="bf16")
+    model = packed.build()
+    for checkpoint in (packed, plain, packed):
+        model.load_weights(checkpoint.tensors.items())
+        assert_experts(experts_of(model), checkpoint, 1)
+
+
+def test_new_weights_of_a_mix_are_used() -> None:
+    """The product that a mix keeps of its two vectors follows each of them."""
+    mix = tiny_k3().build().model.layers[1].mlp_res
+    with torch.no_grad():
+        mix.load_norm(torch.full((64,), 3.0))
+        assert_bitwise(mix.folded_weight, torch.zeros(64))
+        mix.load_proj(torch.full((1, 64), 2.0))
+        assert_bitwise(mix.folded_weight, torch.full((64,), 6.0))
+        mix.load_norm(torch.full((64,), 5.0))
+        assert_bitwise(mix.folded_weight, torch.full((64,), 10.0))
+
+
+def test_a_missing_tensor_is_named() -> None:
+    tiny = tiny_k3()
+    tensors = dict(tiny.tensors)
+    del tensors[f"{ATTENTION}o_norm.weight"]
+    with pytest.raises(CheckpointError, match=f"{ATTENTION}o_norm.weight: missing"):
+        tiny.build().load_weights(tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "problem"),
+    [
+        (f"{ATTENTION}f_a_proj.weight", torch.zeros(64, 16), r"shape \[64, 16\], expected \[16, 64\]"),
+        (f"{ATTENTION}dt_bias", torch.zeros(64, dtype=torch.int32), "type torch.int32, expected one of BF16, F16, F32"),
+        (f"{MOE}experts.0.w1.weight_packed", torch.zeros(32, 16), r"type F32, expected U8 \(packed bytes\)"),
+        (f"{ATTENTION}extra", torch.zeros(1), "unexpected"),
+        (f"{ATTENTION}dt_bias", torch.zeros(64), "stored twice"),
+    ],
+)
+def test_a_bad_tensor_is_named_before_the_next_is_read(name: str, tensor: Tensor, problem: str) -> None:
+    tiny = tiny_k3()
+    good = {n: t for n, t in tiny.tensors.items() if n != name or problem == "stored twice"}
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        yield from good.items()
+        yield name, tensor
+        pytest.fail("another tensor was asked for")
+
+    with pytest.raises(CheckpointError, match=f"{name}: {problem}"):
+        tiny.build().load_weights(stream())
+
+
+def test_vision_tensors_are_counted_and_left_unused(caplog: pytest.LogCaptureFixture) -> None:
+    tiny = tiny_k3()
+    text = {n: t for n, t in tiny.tensors.items() if n.startswith("language_model.")}
+    with caplog.at_level(logging.INFO, logger="sglang_k3"):
+        tiny.build().load_weights(text.items())
+        assert "vision" not in caplog.text
+        tiny.build().load_weights(tiny.tensors.items())
+    assert f"{len(tiny.tensors) - len(text)} vision tensors checked and left unused" in caplog.text
+
+
+def test_one_tensor_is_held_at_a_time() -> None:
+    """When the next tensor is made nobody holds the last one: host memory stays near one shard."""
+    tiny, model = tiny_k3(), tiny_k3().build()
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, stored in tiny.tensors.items():
+            tensor = stored.clone()
+            released = weakref.ref(tensor)
+            yield name, tensor
+            del tensor
+            assert released() is None, f"{name} is still held"
+
+    load_checkpoint(stream(), model.loaders(), tiny.layout)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_pipeline_stages_together_hold_every_tensor_once(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, names = tiny_k3(preset), []
+    for rank in range(3):
+        stage = SimpleNamespace(is_first_rank=rank == 0, is_last_rank=rank == 2, rank_in_group=rank, world_size=3)
+        monkeypatch.setattr("sglang_k3.models.kimi_k3.get_pp_group", lambda stage=stage: stage)
+        model = tiny.build()
+        poison(model, torch.nan, 255)
+        model.load_weights(tiny.tensors.items())  # each stage reads past what is not its own
+        assert not any(tensor.isnan().any() for tensor in state_of(model).values())
+        names += model.loaders()
+    assert len(names) == len(set(names))
+    assert set(names) == all_names(tiny.layout)
+
+
+def test_a_pipeline_stage_hands_over_prefix_and_bank(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = SimpleNamespace(is_first_rank=False, is_last_rank=True, rank_in_group=1, world_size=2)
+    monkeypatch.setattr("sglang_k3.models.kimi_k3.get_pp_group", lambda: later)
+    model = tiny_k3().build().model
+    prefix_sum, rows = torch.randn(5, 64), torch.randn(2, 5, 64)
+    bank = ResidualBank.empty(3, prefix_sum)
+    for row in rows:
+        bank.append(row)
+    received, received_bank = model._enter(None, None, model._hand_over(prefix_sum, bank))
+    assert_bitwise(received, prefix_sum)
+    assert_bitwise(received_bank.rows, rows)

@@ -1,0 +1,155 @@
+"""A constrained turn accepts the forms of the fact sheet and nothing else, token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_k3.chat import grammar
+from sglang_k3.testing.tokenizer import build_tokenizer
+
+xgrammar = pytest.importorskip("xgrammar")
+CONTROL = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+WEATHER = {
+    "name": "get_weather",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "unit": {"enum": ["C", "F"]},
+            "days": {"type": "integer"},
+            "detail": {"type": "object", "properties": {"wind": {"type": "boolean"}}, "required": ["wind"]},
+        },
+        "required": ["city", "days"],
+    },
+}
+ADD = {"name": 'a"dd', "parameters": {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}}
+ANYTHING = {"name": "do", "parameters": {}}
+
+THINK = ["hmm, spelled <|close|>think", "@close", "think", "@sep"]
+RESPONSE = ["@open", "response", "@sep", "Sure.", "@close", "response", "@sep"]
+END = ["@close", "message", "@sep", "@end_of_msg"]
+
+
+def call(name: str, *arguments: tuple[str, str, str], index: int = 1) -> list[str]:
+    parts = ["@open", f'call tool="{name}" index="{index}"', "@sep"]
+    for key, kind, value in arguments:
+        parts += ["@open", f'argument key="{key}" type="{kind}"', "@sep", value, "@close", "argument", "@sep"]
+    return [*parts, "@close", "call", "@sep"]
+
+
+def tools(*calls: list[str]) -> list[str]:
+    return ["@open", "tools", "@sep", *(part for one in calls for part in one), "@close", "tools", "@sep"]
+
+
+@pytest.fixture(scope="module")
+def accepts():
+    """Whether a turn is accepted whole; a part ``@name`` is the control token, any other part is ordinary text."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=build_tokenizer(384))
+    end = tokenizer.convert_tokens_to_ids("<|end_of_msg|>")
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=384, stop_token_ids=[end])
+    compiler = xgrammar.GrammarCompiler(info)
+
+    def check(turn: dict[str, Any], parts: list[str]) -> bool:
+        import json
+
+        matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(json.dumps(grammar.structural_tag(turn))))
+        for part in parts:
+            if part.startswith("@"):
+                ids = [tokenizer.convert_tokens_to_ids(f"<|{part[1:]}|>")]
+            else:
+                ids = tokenizer.encode(part, add_special_tokens=False, split_special_tokens=True)
+            if not all(matcher.accept_token(token) for token in ids):
+                return False
+        return bool(matcher.is_terminated())
+
+    return check
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_json(accepts, thinking: bool) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    turn = grammar.json_turn(schema, thinking=thinking)
+    head = [*THINK, "@open", "response", "@sep"] if thinking else []
+    tail = ["@close", "response", "@sep", *END]
+    assert accepts(turn, [*head, '{"n": 12}', *tail])
+    assert not accepts(turn, [*head, '{"n": "12"}', *tail])
+    assert not accepts(turn, [*head, "Sure", *tail])
+    assert not accepts(turn, [*head, '{"n": 12}', "@close", "response", "@sep", *tools(call("do")), *END])
+
+
+def test_nothing_is_constrained_before_the_complete_end_of_thinking(accepts) -> None:
+    turn = grammar.json_turn({"type": "object"}, thinking=True)
+    for thought in ("", "{", "call get_weather", "<|close|>think<|sep|> as text"):
+        assert accepts(
+            turn, [thought, *THINK[1:], "@open", "response", "@sep", "{}", "@close", "response", "@sep", *END]
+        )
+    assert not accepts(turn, ["x", "@close", "response", "@sep"])
+    assert not accepts(turn, ["x", "@end_of_msg"])
+
+
+def test_required_calls(accepts) -> None:
+    turn = grammar.tools_turn([WEATHER, ADD], thinking=True, at_least_one=True, parallel=True)
+    good = call("get_weather", ("city", "string", 'O"slo {1}'), ("days", "number", "3"))
+    assert accepts(turn, [*THINK, *RESPONSE, *tools(good), *END])
+    assert accepts(turn, [*THINK, *tools(good), *END])
+    assert accepts(turn, [*THINK, *tools(good, call("a&quot;dd", ("a", "number", "1.5"), index=2)), *END])
+    assert not accepts(turn, [*THINK, *RESPONSE, *END])
+    assert not accepts(turn, [*THINK, *tools(), *END])
+    assert not accepts(turn, [*THINK, *tools(call("other", ("city", "string", "x"))), *END])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        ([("city", "string", "Oslo"), ("unit", "string", "C"), ("days", "number", "3")], True),
+        ([("city", "string", "Oslo"), ("days", "number", "3"), ("detail", "object", '{"wind": true}')], True),
+        ([("city", "string", "Oslo")], False),
+        ([("city", "string", "Oslo"), ("days", "number", "many")], False),
+        ([("city", "string", "Oslo"), ("unit", "string", "K"), ("days", "number", "3")], False),
+        ([("city", "string", "Oslo"), ("days", "string", "3")], False),
+        ([("city", "string", "Oslo"), ("days", "number", "3"), ("more", "string", "x")], False),
+        ([("city", "string", "Oslo"), ("days", "number", "3"), ("detail", "object", "{}")], False),
+    ],
+)
+def test_arguments_are_held_to_the_schema(accepts, arguments: list[tuple[str, str, str]], fits: bool) -> None:
+    turn = grammar.tools_turn([WEATHER], thinking=False, at_least_one=True, parallel=True)
+    assert accepts(turn, ["", *RESPONSE[4:], *tools(call("get_weather", *arguments)), *END]) is fits
+
+
+def test_without_parallel_calls_there_is_one(accepts) -> None:
+    turn = grammar.tools_turn([ANYTHING], thinking=False, at_least_one=True, parallel=False)
+    assert accepts(turn, [*RESPONSE[4:], *tools(call("do")), *END])
+    assert not accepts(turn, [*RESPONSE[4:], *tools(call("do"), call("do", index=2)), *END])
+
+
+def test_a_tool_without_a_schema_takes_any_arguments(accepts) -> None:
+    turn = grammar.tools_turn([ANYTHING], thinking=False, at_least_one=False, parallel=True)
+    anything = call("do", ("k", "string", "v"), ("n", "null", "null"), ("l", "array", "[1, {}]"))
+    assert accepts(turn, [*RESPONSE[4:], *tools(anything), *END])
+    assert accepts(turn, ["Just text.", *RESPONSE[4:], *END])
+
+
+def test_no_calls_at_all(accepts) -> None:
+    turn = grammar.text_turn(thinking=True)
+    assert accepts(turn, [*THINK, *RESPONSE, *END])
+    assert not accepts(turn, [*THINK, *RESPONSE, *tools(call("do")), *END])
+
+
+def test_references_of_a_schema_are_resolved(accepts) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"p": {"$ref": "#/$defs/point", "type": "object"}},
+        "required": ["p"],
+        "$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+    }
+    turn = grammar.tools_turn([{"name": "f", "parameters": schema}], thinking=False, at_least_one=True, parallel=False)
+    assert accepts(turn, [*RESPONSE[4:], *tools(call("f", ("p", "object", '{"x": 1}'))), *END])
+
+
+def test_no_tools_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs at least one tool"):
+        grammar.tools_turn([], thinking=True, at_least_one=True, parallel=True)
