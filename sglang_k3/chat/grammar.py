@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from sglang_k3.chat.encoding import CLOSE, END_OF_MESSAGE, OPEN, SEP
+from sglang_k3.chat.segments import CLOSE, END_OF_MESSAGE, OPEN, SEP
 
 Format = dict[str, Any]
 Schema = Mapping[str, Any]
@@ -37,8 +37,7 @@ def structural_tag(turn: Format) -> Format:
 
 def json_turn(schema: Schema, *, thinking: bool) -> Format:
     """A turn whose response is one JSON document of ``schema``, without tool calls."""
-    body = {"type": "json_schema", "json_schema": dict(schema)}
-    return _sequence(*_up_to_response(thinking), body, *_close("response"), *_close("message"))
+    return _sequence(*_up_to_response(thinking), _json(schema), *_close("response"), *_close("message"))
 
 
 def text_turn(*, thinking: bool) -> Format:
@@ -53,6 +52,7 @@ def tools_turn(
     at_least_one: bool,
     parallel: bool,
     strict: Literal["schema", "free"] = "schema",
+    response: Schema | None = None,
 ) -> Format:
     """A turn that may (or must) end with calls of ``tools``.
 
@@ -61,6 +61,7 @@ def tools_turn(
         at_least_one: calls are required, else the tools channel may be left out.
         parallel: several calls are allowed, else one.
         strict: hold arguments to the schema, or only to the format.
+        response: what is said in words is one JSON document of this schema; free text if None.
 
     Raises:
         ValueError: no tool is given.
@@ -72,11 +73,14 @@ def tools_turn(
     section = _sequence(*_open("tools"), {"type": "plus", "content": one} if parallel else one, *_close("tools"))
     if not at_least_one:
         section = {"type": "optional", "content": section}
-    response = _sequence(*_open("response"), _free_text(), *_close("response"))
+    body = _free_text() if response is None else _json(response)
+    said = _sequence(*_open("response"), body, *_close("response"))
     if thinking:
-        head = [_free_text(), *_close("think"), {"type": "optional", "content": response} if at_least_one else response]
-    else:
+        head = [_free_text(), *_close("think"), {"type": "optional", "content": said} if at_least_one else said]
+    elif at_least_one:
         head = [_free_text(), *_close("response")]
+    else:
+        head = [body, *_close("response")]
     return _sequence(*head, section, *_close("message"))
 
 
@@ -160,6 +164,10 @@ def _value(kind: str, schema: Schema, shared: Mapping[str, Any]) -> Format:
         return _text(values[0]) if len(values) == 1 else {"type": "or", "elements": [_text(v) for v in values]}
     typed = {**shared, **schema} if "enum" in schema or "const" in schema else {**shared, **schema, "type": kind}
     return {"type": "json_schema", "json_schema": typed}
+
+
+def _json(schema: Schema) -> Format:
+    return {"type": "json_schema", "json_schema": dict(schema)}
 
 
 def _escaped(text: str) -> str:

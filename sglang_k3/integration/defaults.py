@@ -17,7 +17,7 @@ from sglang_k3.checkpoint.audit import audit_folder, read_config
 from sglang_k3.config import MXFP4_GROUP_SIZE, K3Config, with_overrides
 from sglang_k3.errors import ConfigError
 from sglang_k3.integration.names import resolve
-from sglang_k3.integration.refusals import ATTENTION_BACKEND, refuse_unsupported
+from sglang_k3.integration.refusals import ATTENTION_BACKEND, PARSER, refuse_unsupported
 
 if TYPE_CHECKING:
     from sglang_k3.integration.server_args import K3ServerArgs
@@ -58,6 +58,7 @@ def fill_defaults(args: K3ServerArgs) -> None:
         args.device = _device_of_this_machine()
     on_cpu = args.device == "cpu"
     args.attention_backend = ATTENTION_BACKEND
+    args.reasoning_parser = args.tool_call_parser = PARSER
     if args.dtype == "auto":
         # The host would serve a float32 checkpoint in half precision.
         args.dtype = _config_dtype(args)

@@ -13,6 +13,7 @@ from typing import Any
 from sglang_k3.errors import ConfigError
 
 ATTENTION_BACKEND = "k3_mla"
+PARSER = "kimi_k3"
 LEAVE_OUT = "Leave the flag out."
 
 
@@ -63,6 +64,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("load_format", _only("auto", "safetensors", "dummy"), "only safetensors are read and checked"),
     Refusal("enable_multimodal", _UNSET, "this version serves text only"),
     Refusal("is_embedding", _UNSET, "K3 is served as a generating model only"),
+    *(
+        Refusal(
+            field, _only(None, "auto", PARSER), "K3's channels need its own parser", f"Leave it out; {PARSER} is used."
+        )
+        for field in ("reasoning_parser", "tool_call_parser")
+    ),
     Refusal("chat_template", _UNSET, "K3's conversation format is tokenised segment by segment, not by a template"),
     Refusal("enable_mixed_chunk", _UNSET, "the host loses the state snapshots of mixed batches"),
     Refusal("speculative_algorithm", _UNSET, "the recurrent state is not rolled back after a rejected draft yet"),

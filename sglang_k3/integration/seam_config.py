@@ -72,5 +72,7 @@ def _load_tokenizer(original: Callable[..., Any], name: str, *args: Any, **optio
 
     for choice_of_class in ("use_fast", "trust_remote_code"):
         options.pop(choice_of_class, None)
-    revision = options.pop("tokenizer_revision", None)
-    return KimiK3TokenizerFast.from_pretrained(name, *args, revision=revision or "main", **options)
+    # The detokenizer passes one of them, the tokenizer manager both.
+    revisions = [options.pop(key, None) for key in ("tokenizer_revision", "revision")]
+    revision = next(filter(None, revisions), "main")
+    return KimiK3TokenizerFast.from_pretrained(name, *args, revision=revision, **options)

@@ -20,6 +20,7 @@ def install() -> None:
         ("sglang.srt.mem_cache.allocation.get_last_loc", _get_last_loc),
         ("sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs", _set_track_indices),
         ("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _leave_config_alone),
+        ("sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", _apply_vocab_mask),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.apply_hooks()
@@ -49,6 +50,15 @@ def _set_track_indices(original: Callable[..., None], batch: Any) -> None:
 def _leave_config_alone(original: Callable[..., Any], model_config: Any, *args: Any) -> Any:
     """The host pads widths for its own CPU kernels, which K3 does not use; K3 checks its splits itself."""
     return model_config
+
+
+def _apply_vocab_mask(
+    original: Callable[..., None], grammar: Any, logits: torch.Tensor, vocab_mask: torch.Tensor
+) -> None:
+    """Forbid the tokens that a grammar does not allow; the host knows accelerators only."""
+    from xgrammar import apply_token_bitmask_inplace
+
+    apply_token_bitmask_inplace(logits, vocab_mask)
 
 
 class _HostKernel:

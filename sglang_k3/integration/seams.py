@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Literal
 
-Scope = Literal["every process", "main process", "scheduler on CPU"]
+Scope = Literal["every process", "main process", "scheduler", "scheduler on CPU"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +103,40 @@ SEAMS: tuple[Seam, ...] = (
         module="seam_chat",
     ),
     Seam(
+        name="parser names",
+        targets=(
+            "sglang.srt.parser.reasoning_parser.ReasoningParser.DetectorMap",
+            "sglang.srt.function_call.function_call_parser.FunctionCallParser.ToolCallParserEnum",
+        ),
+        why="XTML has channels, which none of the host's formats has",
+        until="never: a registration",
+        scope="every process",
+        module="seam_parsers",
+    ),
+    Seam(
+        name="parsers and constraints",
+        targets=(
+            "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
+            "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._get_reasoning_from_request",
+            "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_tool_call_id",
+            "sglang.srt.parser.reasoning_parser.ReasoningParser.__init__",
+        ),
+        why="the host parses reasoning without knowing of tools, and constrains answers without knowing of channels",
+        until="detectors that see the request, and constraints by detector",
+        scope="main process",
+        module="seam_parsers",
+        function="install_main",
+    ),
+    Seam(
+        name="whole-turn grammar",
+        targets=("sglang.srt.constrained.base_grammar_backend.create_grammar_backend",),
+        why="the host holds a grammar back until one token ends the thinking; ours begins with the thinking",
+        until="an end of thinking of several tokens",
+        scope="scheduler",
+        module="seam_parsers",
+        function="install_scheduler",
+    ),
+    Seam(
         name="CPU",
         targets=(
             "sglang.srt.utils.common.support_triton",
@@ -110,6 +144,7 @@ SEAMS: tuple[Seam, ...] = (
             "sglang.srt.mem_cache.allocation.get_last_loc_torch",
             "sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs",
             "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+            "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
             "sglang.srt.mem_cache.allocator.paged.alloc_extend_kernel",
             "sglang.srt.mem_cache.allocator.paged.alloc_decode_kernel",
         ),

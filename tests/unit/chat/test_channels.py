@@ -222,15 +222,7 @@ def test_with_ids_a_value_may_spell_anything():
 
 def test_bytes_that_are_no_text_become_replacement_characters():
     parser = ChannelParser(TokenScanner(CONTROL_IDS, lambda token: bytes([token])), thinking=False)
-    ids = [
-        0xE2,
-        0x82,
-        256,
-        0xFF,
-        ord("a"),
-        258,
-        0xC3,
-    ]  # two thirds of a character, a lone open marker, an end amid "e'"
+    ids = [0xE2, 0x82, 258, 0xAC, ord("a"), 0xC3]  # a character in two parts around a stray <|sep|>, half of another
     assert joined(parser.feed(ids) + parser.finish()) == [Content("\ufffd\ufffda\ufffd"), MessageEnd()]
 
 
@@ -345,6 +337,7 @@ def only_report(text: str) -> MalformedCall:
         (argument("a", "string", "x"), None, None, "argument outside a call"),
         (call("f", ' {"a": 1}'), None, 0, "text outside an argument"),
         (call("f", argument("a", "null", "null"), "x"), None, 0, "text outside an argument"),
+        (call("f", "x", argument("a", "null", "null")), None, 0, "text outside an argument"),
         (call("f", '<|open|>argument type="string"<|sep|>x<|close|>argument<|sep|>'), None, 0, "without a key"),
         (call("f", '<|open|>parameter name="a"<|sep|>x'), None, 0, "unknown marker"),
         (call("f", argument("a", "null", "null"), "<|open|>json<|sep|>{}"), None, 0, "beside other arguments"),
@@ -376,6 +369,13 @@ def test_a_call_that_is_cut_off_anywhere_is_reported(end: str):
         assert report.raw == text[len(TOOLS) :][: len(report.raw)]
         assert len(report.raw) > len(text) - len(TOOLS) - len("<|close|>"), "no more than part of a marker is missing"
         assert [found.is_complete for found in message.tool_calls] == [False] * len(message.tool_calls)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_call_without_a_tools_channel_that_is_cut_off_in_its_marker_is_reported(thinking: bool):
+    message = parse('so<|open|>call tool="f', thinking=thinking)
+    assert [report.raw for report in message.malformed] == ['<|open|>call tool="f']
+    assert message.reasoning + message.content == "so"
 
 
 def test_the_arguments_of_a_call_cut_off_are_no_json():
