@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import runpy
@@ -40,6 +41,13 @@ def test_json_bodies_of_the_examples_parse() -> None:
     assert bodies
     for body in bodies:
         json.loads(body)
+
+
+def test_python_examples_parse() -> None:
+    examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert examples
+    for example in examples:
+        ast.parse(example)
 
 
 def test_presets_named_exist() -> None:

@@ -80,7 +80,9 @@ def test_a_prompt_cold_and_warm(served: Served, length: int) -> None:
     flush(served)
     prompt = random_prompt(served, length, seed=length)
     assert ask(served, prompt) == 0
-    ask(served, prompt)
+    cached = ask(served, prompt)
+    if served.configuration.grid == 64 and length > 64:
+        assert cached == (length - 1) // 64 * 64
 
 
 def test_every_position_of_a_prompt(served: Served) -> None:
@@ -108,7 +110,8 @@ def test_an_earlier_answer_is_continued(served: Served) -> None:
     prompt = random_prompt(served, 100, seed=5)
     first = generate(served.server, prompt, 40, served.oracle.vocab_size)
     assert_parity(first, served.oracle, served.configuration.tolerance)
-    ask(served, prompt + first.tokens + random_prompt(served, 33, seed=6))
+    cached = ask(served, prompt + first.tokens + random_prompt(served, 33, seed=6))
+    assert cached >= (64 if served.configuration.grid == 64 else 0)
 
 
 def test_a_batch_of_mixed_lengths_equals_one_by_one(served: Served) -> None:
