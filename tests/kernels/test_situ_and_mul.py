@@ -8,8 +8,9 @@ from sglang_k3.kernels.situ_and_mul.cases import CASES, make_inputs
 from tests.kit.compare import assert_bitwise, assert_ulp
 from tests.kit.ops import over_cases
 
-# tanh, sigmoid and six products and quotients of fp32, about half an ulp each; after the downcast to bf16 one is left.
-MAX_ULP = {torch.float32: 5, torch.bfloat16: 1}
+# tanh and exp of fp32 are good to 2 ulp on CUDA, six products and quotients to half an ulp; after the downcast to bf16
+# one is left.
+MAX_ULP = {torch.float32: 8, torch.bfloat16: 1}
 
 
 def situ(g, u, beta, linear_beta):
