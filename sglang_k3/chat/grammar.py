@@ -7,6 +7,7 @@ text cannot contain one (fact sheet 4.4.4, 4.5).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -64,7 +65,7 @@ def tools_turn(
         response: what is said in words is one JSON document of this schema; free text if None.
 
     Raises:
-        ValueError: no tool is given.
+        ValueError: no tool is given, or a schema cannot be enforced.
     """
     if not tools:
         raise ValueError("tools is empty: a turn with calls needs at least one tool.")
@@ -163,11 +164,21 @@ def _value(kind: str, schema: Schema, shared: Mapping[str, Any]) -> Format:
             return _free_text()
         return _text(values[0]) if len(values) == 1 else {"type": "or", "elements": [_text(v) for v in values]}
     typed = {**shared, **schema} if "enum" in schema or "const" in schema else {**shared, **schema, "type": kind}
-    return {"type": "json_schema", "json_schema": typed}
+    return _json(typed)
 
 
 def _json(schema: Schema) -> Format:
-    return {"type": "json_schema", "json_schema": dict(schema)}
+    """JSON with one space behind ``,`` and ``:`` and none elsewhere, as K3 writes values.
+
+    Free white space would be an endless path that a model can fall into and never leave.
+    """
+    from xgrammar import Grammar
+
+    try:
+        grammar = Grammar.from_json_schema(json.dumps(dict(schema)), any_whitespace=False)
+    except RuntimeError as error:
+        raise ValueError(f"This JSON schema cannot be enforced: {error}") from None
+    return {"type": "grammar", "grammar": str(grammar)}
 
 
 def _escaped(text: str) -> str:
