@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -174,6 +175,15 @@ def test_an_interrupt_while_loading_ends_every_process(fake: Fake):
     assert fake.living() == []
 
 
+@pytest.fixture
+def interrupt_raises() -> Iterator[None]:
+    """As in a program of its own: SGLang, which other tests import, may have installed a handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupt_raises")
 def test_a_second_interrupt_cuts_the_grace_short(fake: Fake):
     with pytest.raises(KeyboardInterrupt), fake.server("deaf", stop_grace_s=60.0):
         threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
