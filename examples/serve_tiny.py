@@ -72,13 +72,12 @@ def interrupt(number: int, frame: object) -> None:
 
 def ask(server: ServerProcess, model: str) -> None:
     """One chat question, its answer, and how to ask the next one by hand."""
-    body = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24, "temperature": 0}
+    body = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 256, "temperature": 0}
     message = server.post_json("/v1/chat/completions", body)["choices"][0]["message"]
-    answer = message.get("content") or message.get("reasoning_content") or ""
     print("question ", QUESTION)
-    print("answer   ", "".join(c if c.isprintable() else " " for c in answer))
-    if model == "kimi-k3-tiny":
-        print("          (kimi-k3-tiny has random weights: its answers are noise, the path to them is the real one)")
+    for label, field in (("thinking ", "reasoning_content"), ("answer   ", "content")):
+        if text := message.get(field):
+            print(label, "".join(c if c.isprintable() else " " for c in text))
     print(f"\nURL       {server.url}/v1")
     print("try      ", shlex.join(["curl", "-s", f"{server.url}/v1/chat/completions"]), "\\")
     print("            -H 'Content-Type: application/json' \\")

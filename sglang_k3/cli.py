@@ -53,6 +53,7 @@ PRESETS = {
     "default": "9 layers, attention residual blocks of 4: every structural feature of K3",
     "odd": "13 layers; head counts and widths that are no powers of two",
     "deep": "25 layers, attention residual blocks of 12 as in the published model",
+    "chat": "5 layers with fitted weights, not random ones: holds a small conversation and calls tools",
 }
 
 

@@ -17,6 +17,7 @@ PUBLISHED = "moonshotai/Kimi-K3"
 PUBLISHED_REVISION = "f831ab66814297da540d832a5235f8e904f29d06"
 ALIAS = "kimi-k3"
 TINY_ALIAS = "kimi-k3-tiny"
+TINY_PRESET = "chat"  # the one that can answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ def resolve(model_path: str) -> ModelSource:
     if model_path == TINY_ALIAS:
         from sglang_k3.testing.cache import ensure_tiny
 
-        return ModelSource(str(ensure_tiny(cache_root())))
+        return ModelSource(str(ensure_tiny(cache_root(), TINY_PRESET)))
     if model_path == ALIAS:
         return ModelSource(PUBLISHED, PUBLISHED_REVISION)
     if _is_alias(model_path):

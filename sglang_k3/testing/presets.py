@@ -9,13 +9,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from sglang_k3.testing import fitted
 from sglang_k3.testing.mxfp4 import GROUP_SIZE
-from sglang_k3.testing.tokenizer import END_OF_MESSAGE, MEDIA_PAD, special_token_ids
+from sglang_k3.testing.tokenizer import END_OF_MESSAGE, MEDIA_PAD, Merges, special_token_ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyPreset:
-    """Sizes of one tiny model; ``full_attention_layers`` is one-based as in ``config.json``."""
+    """Sizes of one tiny model; ``full_attention_layers`` is one-based as in ``config.json``.
+
+    ``fitted`` names the weights and tokenizer merges in ``testing/data``; None for random weights and no such merges.
+    """
 
     num_layers: int
     attn_res_block_size: int
@@ -37,6 +41,11 @@ class TinyPreset:
     dense_width: int = 96
     vocab_size: int = 384
     max_position_embeddings: int = 8192
+    fitted: str | None = None
+
+    @property
+    def learned_merges(self) -> tuple[tuple[str, str], ...]:
+        return () if self.fitted is None else fitted.load_merges(self.fitted)
 
     def __post_init__(self) -> None:
         if self.latent_size % GROUP_SIZE or self.moe_width % GROUP_SIZE:
@@ -69,6 +78,17 @@ PRESETS: dict[str, TinyPreset] = {
         vocab_size=371,
     ),
     "deep": TinyPreset(num_layers=25, attn_res_block_size=12, full_attention_layers=(4, 8, 12, 16, 20, 24, 25)),
+    "chat": TinyPreset(
+        num_layers=5,
+        attn_res_block_size=2,
+        full_attention_layers=(4, 5),
+        hidden_size=96,
+        q_lora_rank=48,
+        kv_lora_rank=64,
+        num_experts=4,
+        vocab_size=1472,
+        fitted="chat",
+    ),
 }
 
 
@@ -83,13 +103,16 @@ def find_preset(name: str) -> TinyPreset:
     return PRESETS[name]
 
 
-def published_config(preset: TinyPreset, *, dtype: str, packed_experts: bool, vision: bool) -> dict[str, Any]:
+def published_config(
+    preset: TinyPreset, *, dtype: str, packed_experts: bool, vision: bool, merges: Merges | None = None
+) -> dict[str, Any]:
     """The parsed ``config.json`` of a tiny checkpoint.
 
     ``auto_map`` is left out: it would name Python files that a tiny checkpoint does not carry. Without vision there
-    is no ``vision_config``; with unpacked experts no ``quantization_config``.
+    is no ``vision_config``; with unpacked experts no ``quantization_config``. ``merges`` stands in for the preset's own
+    while those are being learned.
     """
-    ids = special_token_ids(preset.vocab_size)
+    ids = special_token_ids(preset.vocab_size, preset.learned_merges if merges is None else merges)
     token_ids = {
         "bos_token_id": ids["[BOS]"],
         "eos_token_id": ids[END_OF_MESSAGE],

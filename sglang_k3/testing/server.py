@@ -208,9 +208,12 @@ class ServerProcess:
         """The live processes of the server: its session, and descendants that left the session."""
         return [] if self._child is None else _session_and_descendants(self.pid)
 
-    def peak_rss_bytes(self) -> int:
-        """Sum of the live processes' peak resident sizes: an upper bound, as a shared page counts once per process."""
-        return sum(process.peak_rss_bytes() for process in self.processes())
+    def peak_memory_bytes(self) -> int:
+        """What the live processes held at their peaks, a page that several of them share counted once.
+
+        The peaks need not have fallen together, so this is an upper bound.
+        """
+        return sum(process.peak_memory_bytes() for process in self.processes())
 
     def log_tail(self, lines: int = TAIL_LINES) -> str:
         """The last non-empty lines of the log, at most 64 KB of it."""
@@ -317,13 +320,18 @@ class ProcessId:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def peak_rss_bytes(self) -> int:
+    def peak_memory_bytes(self) -> int:
+        """The share of the process in what it has resident now, and what it has given back since its peak."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
-        except OSError:
+            shares = Path(f"/proc/{self.pid}/smaps_rollup").read_text()
+        except OSError:  # gone meanwhile
             return 0
-        peak = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-        return int(peak[1]) * 1024 if peak else 0
+        peak, now, share = (
+            int(found[1]) * 1024 if (found := re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)) else 0
+            for name, text in (("VmHWM", status), ("VmRSS", status), ("Pss", shares))
+        )
+        return share + peak - now
 
 
 @dataclasses.dataclass(frozen=True)

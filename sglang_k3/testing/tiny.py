@@ -1,4 +1,7 @@
-"""Write a tiny random K3 checkpoint in the published layout: same names, same dtypes, toy sizes."""
+"""Write a tiny K3 checkpoint in the published layout: same names, same dtypes, toy sizes.
+
+The weights are random, or, where the preset says so, fitted (see ``fit``) and read from the package.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from safetensors.torch import save_file
 
+from sglang_k3.testing import fitted
 from sglang_k3.testing.presets import PRESETS, TinyPreset, find_preset, published_config
 from sglang_k3.testing.random_weights import RandomWeights
 from sglang_k3.testing.tokenizer import build_tokenizer
@@ -42,6 +46,7 @@ def write_tiny(
     Args:
         folder: must not exist, or be empty.
         preset: a name in ``PRESETS``.
+        seed: of random weights; a fitted preset knows only seed 0.
         dtype: what ``config.json`` names as the run dtype; the tensors on disk have the published dtypes either way.
         experts: MXFP4 pairs, or the very same values unpacked to bf16.
         vision: with tower and projector, or text only.
@@ -54,21 +59,24 @@ def write_tiny(
     sizes = find_preset(preset)
     _check_choice("dtype", dtype, ("float32", "bfloat16"))
     _check_choice("experts", experts, ("mxfp4", "bf16"))
+    if sizes.fitted is not None and seed != 0:
+        raise ValueError(f"seed={seed}: the weights of preset {preset!r} are fitted, not drawn; leave the seed at 0.")
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: a tiny checkpoint is never mixed with other files; name a new one.")
     packed = experts == "mxfp4"
     config = published_config(sizes, dtype=dtype, packed_experts=packed, vision=vision)
     weights = RandomWeights(sizes, seed=seed, packed_experts=packed)
-    tensors = weights.text()
+    tensors = weights.text() if sizes.fitted is None else fitted.load(sizes.fitted, packed_experts=packed)
     if vision:
         tensors |= weights.vision(config["vision_config"])
+    tokenizer = build_tokenizer(sizes.vocab_size, sizes.learned_merges)
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
     unfinished.mkdir()
     try:
         _write_json(unfinished / "config.json", config)
-        (unfinished / "tokenizer.json").write_text(build_tokenizer(sizes.vocab_size).to_str(pretty=True) + "\n")
+        (unfinished / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n")
         _write_shards(unfinished, tensors)
         unfinished.replace(folder)
     finally:

@@ -5,11 +5,17 @@ then a region of special tokens that fills the vocabulary, ``[UNK]`` and ``[PAD]
 pre-tokenisation, so merges may reach across any border that a control token does not cut. Some of them do: they
 join a tag name with what follows it, an attribute with its value, a value with its closing quote. A prompt that is
 tokenised as one string therefore gets other ids than one that is tokenised segment by segment, as K3 demands.
+
+A fitted preset appends merges that were learned from what it was fitted on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+Merges = Sequence[tuple[str, str]]  # pairs of plain texts, best first
 
 END_OF_MESSAGE = "<|end_of_msg|>"
 MEDIA_PAD = "<|media_pad|>"
@@ -55,15 +61,23 @@ _BORDER_MERGES = (
     ("user", '"'),
     ("system", '"'),
 )
+BASE_MERGES: tuple[tuple[str, str], ...] = (
+    ("=", '"'),
+    *dict.fromkeys((text[:i], text[i]) for text in _MERGED_STRINGS for i in range(1, len(text))),
+    *_BORDER_MERGES,
+)
 
 
-def special_token_ids(vocab_size: int) -> dict[str, int]:
+def special_token_ids(vocab_size: int, learned_merges: Merges = ()) -> dict[str, int]:
     """Spelling -> id of every special token, reserved ones included, for a vocabulary of this size.
 
+    Args:
+        vocab_size: of everything, ranks and special tokens.
+        learned_merges: ranked after the usual ones; each adds one rank.
     Raises:
         ValueError: the vocabulary has no room for the control tokens.
     """
-    first = 256 + len(_merges())
+    first = 256 + len(BASE_MERGES) + len(learned_merges)
     minimum = first + max(SPECIAL_OFFSETS.values()) + 1 + len(TRAILING_SPECIALS)
     if vocab_size < minimum:
         raise ValueError(
@@ -75,23 +89,16 @@ def special_token_ids(vocab_size: int) -> dict[str, int]:
     return {names.get(i, f"<|reserved_token_{i}|>"): i for i in range(first, vocab_size)}
 
 
-def build_tokenizer(vocab_size: int) -> Tokenizer:
+def build_tokenizer(vocab_size: int, learned_merges: Merges = ()) -> Tokenizer:
     """The tokenizer of a tiny checkpoint; it names every id below ``vocab_size`` and prepends nothing."""
-    specials = special_token_ids(vocab_size)
-    merges = [(_as_symbols(left), _as_symbols(right)) for left, right in _merges()]
+    specials = special_token_ids(vocab_size, learned_merges)
+    merges = [(_as_symbols(left), _as_symbols(right)) for left, right in (*BASE_MERGES, *learned_merges)]
     ranks = [*_byte_symbols(), *(left + right for left, right in merges)]
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(ranks)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in specials])
     return tokenizer
-
-
-def _merges() -> list[tuple[str, str]]:
-    merges: dict[tuple[str, str], None] = {("=", '"'): None}
-    for text in _MERGED_STRINGS:
-        merges |= {(text[:i], text[i]): None for i in range(1, len(text))}
-    return [*merges, *_BORDER_MERGES]
 
 
 def _as_symbols(text: str) -> str:

@@ -7,13 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.configurations import Configuration, Served, start
+from sglang_k3.testing.server import ServerProcess, sglang_command
+from tests.kit.configurations import DEVICE_FLAGS, Configuration, Served, start
 from tests.kit.parity import Oracle
 
 
 @pytest.fixture(scope="session")
 def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The model that is served by name, with nothing but its name."""
+    log = tmp_path_factory.mktemp("logs") / "tiny.log"
+    with ServerProcess(sglang_command("kimi-k3-tiny", *DEVICE_FLAGS), log_path=log) as server:
+        yield server
+        server.check_alive()
 
 
 @pytest.fixture(scope="module")

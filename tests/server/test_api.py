@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_k3.testing.server import ResponseError, ServerProcess, sglang_command
-from tests.kit.configurations import DEVICE_FLAGS
+from sglang_k3.testing.server import ResponseError, ServerProcess
 
 pytestmark = pytest.mark.server
 CONTEXT_LENGTH = 8192
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("logs") / "api.log"
-    with ServerProcess(sglang_command("kimi-k3-tiny", *DEVICE_FLAGS), log_path=log) as server:
-        yield server
-        server.check_alive()
+def server(tiny_server: ServerProcess) -> ServerProcess:
+    return tiny_server
 
 
 def generate(server: ServerProcess, **body: Any) -> dict[str, Any]:
@@ -65,7 +60,7 @@ def test_the_plugin_chose_what_the_user_left_open(server: ServerProcess) -> None
 
 def test_the_whole_server_stays_under_4_gb(server: ServerProcess) -> None:
     generate(server)
-    assert server.peak_rss_bytes() < 4e9
+    assert server.peak_memory_bytes() < 4e9
 
 
 def test_completions_and_generate_agree(server: ServerProcess) -> None:

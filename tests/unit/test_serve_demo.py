@@ -36,7 +36,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert self.path == "/v1/chat/completions" and body["model"] == "kimi-k3-tiny"
         asked = body["messages"][-1]["content"]
-        self.answer({"choices": [{"message": {"content": f"You said:\\x1b[31m {asked} \\u4f60"}}]})
+        message = {"reasoning_content": "Hm.", "content": f"You said:\\x1b[31m {asked} \\u4f60"}
+        self.answer({"choices": [{"message": message}]})
 
     def answer(self, data):
         data = json.dumps(data).encode()
@@ -107,7 +108,9 @@ def test_asks_answers_and_leaves_nothing(demo: Demo, number: signal.Signals):
     assert demo.living() == []
     text = "\n".join(lines)
     assert f"python -m sglang.launch_server --model kimi-k3-tiny --host 127.0.0.1 --port {port}" in text
-    assert "question  Hello! Who are you?\nanswer    You said: [31m Hello! Who are you? \\u4f60\n" in text
+    assert (
+        "question  Hello! Who are you?\nthinking  Hm.\nanswer    You said: [31m Hello! Who are you? \\u4f60\n" in text
+    )
     assert f"URL       http://127.0.0.1:{port}/v1\n" in text
     assert f"curl -s http://127.0.0.1:{port}/v1/chat/completions" in text
     assert "stopped, no process is left" in out
