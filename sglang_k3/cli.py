@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Kimi K3 on stock SGLang, as a plugin. Serving needs no command of ours; SGLang finds the plugin by itself:
 
-  python -m sglang.launch_server --model kimi-k3-tiny     a small random K3, made on first use
+  python -m sglang.launch_server --model kimi-k3-tiny     a small K3 that can chat, made on first use
   python -m sglang.launch_server --model kimi-k3          the published moonshotai/Kimi-K3
   python -m sglang.launch_server --model DIR              a checkpoint in the published layout
 """
 
 TINY = """\
-Write a small K3 checkpoint with random weights in the published layout: config.json, tokenizer.json and safetensors.
+Write a small K3 checkpoint in the published layout: config.json, tokenizer.json and safetensors.
+The weights are random unless the preset has fitted ones.
 The same arguments give the same bytes. It takes seconds and a few MB, and serves with
 
   python -m sglang.launch_server --model DIR
