@@ -2,6 +2,8 @@
 
 Two ways in, one way out. Token ids tell a control token from text that merely spells one; text alone cannot, so in
 text every spelling of a control token is taken for the token. Both may be cut anywhere into chunks.
+
+Where ids have to pass through a place that takes only text, ``MarkedText`` writes them so that nothing is lost.
 """
 
 from __future__ import annotations
@@ -25,20 +27,30 @@ class Control(enum.Enum):
 
 Item = Control | str  # a str is never empty, and never a control token whatever it spells
 
+# Begins a marked text, and follows each "<" of its ordinary text, which then spells no control token. A noncharacter.
+_LITERAL = "\ufdd0"
 _SPELLINGS = tuple(control.value for control in Control)
 _SPELLED = re.compile(f"({'|'.join(map(re.escape, _SPELLINGS))})")
 _LONGEST_START = max(map(len, _SPELLINGS)) - 1
 
 
 class TextScanner:
-    """Items of text; holds back an end that may turn out to be the start of a control token."""
+    """Items of text; holds back an end that may turn out to be the start of a control token.
 
-    is_exact = False  # a control token cannot be told from text that spells it
+    Attributes:
+        is_exact: the text is a marked one; in any other a control token cannot be told from text that spells it.
+    """
 
     def __init__(self) -> None:
+        self.is_exact = False
+        self._is_first = True
         self._held = ""
 
     def feed(self, chunk: str) -> Iterator[Item]:
+        if self._is_first and chunk:
+            self.is_exact = chunk[0] == _LITERAL
+            self._is_first = False
+            chunk = chunk[self.is_exact :]
         text = self._held + chunk
         end = _start_of_control(text)
         self._held = text[end:]
@@ -46,7 +58,7 @@ class TextScanner:
             if i % 2:
                 yield Control(piece)
             elif piece:
-                yield piece
+                yield piece.replace(f"<{_LITERAL}", "<") if self.is_exact else piece
 
     def finish(self) -> Iterator[Item]:
         if self._held == "<":  # anything longer is a marker that was cut off
@@ -88,6 +100,31 @@ class TokenScanner:
         text = self._decoder.decode(run, final)
         if text:
             yield text
+
+
+class MarkedText:
+    """Token ids as text, from which a ``TextScanner`` gives the items back that this one's scanner found."""
+
+    def __init__(self, scanner: TokenScanner) -> None:
+        self._scanner = scanner
+        self._start = _LITERAL
+
+    def feed(self, chunk: Iterable[int]) -> str:
+        return self._spelled(self._scanner.feed(chunk))
+
+    def finish(self) -> str:
+        return self._spelled(self._scanner.finish())
+
+    def _spelled(self, items: Iterable[Item]) -> str:
+        start, self._start = self._start, ""
+        return start + "".join(
+            item.value if isinstance(item, Control) else item.replace("<", f"<{_LITERAL}") for item in items
+        )
+
+
+def with_opening(opening: str, text: str) -> str:
+    """The first chunk of a text, marked or not, with markers put before it."""
+    return _LITERAL + opening + text[1:] if text.startswith(_LITERAL) else opening + text
 
 
 class UnspelledText:

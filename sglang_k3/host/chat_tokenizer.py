@@ -6,7 +6,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from sglang_k3.chat.tiktoken_file import slices
+from sglang_k3.chat.scanners import Control, MarkedText, TokenScanner
+from sglang_k3.chat.tiktoken_file import byte_symbols, slices
 
 
 class HFChatTokenizer:
@@ -25,6 +26,8 @@ class HFChatTokenizer:
             self._ordinary.normalizer = backend.normalizer
         if backend.pre_tokenizer is not None:
             self._ordinary.pre_tokenizer = backend.pre_tokenizer
+        self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+        self._bytes_of_symbol = {symbol: bytes([byte]) for byte, symbol in enumerate(byte_symbols())}
 
     def control_id(self, spelling: str) -> int:
         token_id = self._tokenizer.convert_tokens_to_ids(spelling)
@@ -44,3 +47,15 @@ class HFChatTokenizer:
         for part in slices(text):
             ids += self._ordinary.encode(part, add_special_tokens=False).ids
         return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token writes; nothing for an id that the tokenizer does not have."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        spelled = self._ordinary.id_to_token(token_id) or ""
+        return b"".join(self._bytes_of_symbol.get(symbol) or symbol.encode() for symbol in spelled)
+
+    def marked_text(self) -> MarkedText:
+        """A writer of output ids as text in which a control token is one, and text that spells one is text."""
+        controls = {self.control_id(control.value): control for control in Control}
+        return MarkedText(TokenScanner(controls, self.token_bytes))

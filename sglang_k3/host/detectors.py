@@ -24,7 +24,7 @@ from sglang_k3.chat.channels import (
     MalformedCall,
     Reasoning,
 )
-from sglang_k3.chat.scanners import TextScanner
+from sglang_k3.chat.scanners import TextScanner, with_opening
 from sglang_k3.chat.segments import CLOSE, END_OF_MESSAGE, OPEN, SEP
 from sglang_k3.chat.tool_calls import ToolSchema
 
@@ -73,7 +73,7 @@ class KimiK3ReasoningDetector(BaseReasoningFormatDetector):
             return StreamingParseResult("".join(_content_of(event) for event in events), reasoning)
         if self._is_first and not self._thinking:
             # The second parser starts in the think channel: tell it where this turn starts.
-            raw = f"{OPEN}response{SEP}{raw}"
+            raw = with_opening(f"{OPEN}response{SEP}", raw)
         self._is_first = False
         return StreamingParseResult(raw, reasoning)
 

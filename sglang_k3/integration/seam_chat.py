@@ -18,7 +18,7 @@ from sglang_k3.host.chat_tokenizer import HFChatTokenizer
 
 SPEC = "kimi_k3"
 
-_chat_tokenizer = functools.lru_cache(maxsize=1)(HFChatTokenizer)
+chat_tokenizer = functools.lru_cache(maxsize=1)(HFChatTokenizer)
 
 
 def install() -> None:
@@ -60,7 +60,7 @@ def _encode(
         return original(serving_chat, request, tools, is_multimodal)
     from sglang.srt.entrypoints.openai.protocol import MessageProcessingResult
 
-    prompt_ids = encode(render_request(request), _chat_tokenizer(serving_chat.tokenizer_manager.tokenizer))
+    prompt_ids = encode(render_request(request), chat_tokenizer(serving_chat.tokenizer_manager.tokenizer))
     # The host's own default is read off a template: the parsers are told what the prompt opened.
     request.chat_template_kwargs = {**(request.chat_template_kwargs or {}), "thinking": is_thinking(request)}
     return MessageProcessingResult(

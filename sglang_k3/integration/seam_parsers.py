@@ -8,7 +8,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_k3.integration.refusals import PARSER
-from sglang_k3.integration.seam_chat import SPEC
+from sglang_k3.integration.seam_chat import SPEC, chat_tokenizer
 
 
 def install() -> None:
@@ -27,6 +27,8 @@ def install_main() -> None:
     HookRegistry.register(f"{chat}_process_messages", _process_messages, HookType.AROUND)
     HookRegistry.register(f"{chat}_get_reasoning_from_request", _is_thinking, HookType.AROUND)
     HookRegistry.register(f"{chat}_process_tool_call_id", _call_id, HookType.AROUND)
+    HookRegistry.register(f"{chat}_build_chat_response", _from_ids, HookType.AROUND)
+    HookRegistry.register(f"{chat}_process_reasoning_stream", _stream_from_ids, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.parser.reasoning_parser.ReasoningParser.__init__", _tell_detector, HookType.AROUND
     )
@@ -70,6 +72,41 @@ def _call_id(original: Callable[..., str], serving_chat: Any, call_item: Any, hi
     if serving_chat.chat_encoding_spec != SPEC:
         return original(serving_chat, call_item, history_tool_calls_cnt)
     return call_id(call_item.name, history_tool_calls_cnt + call_item.tool_index)
+
+
+def _is_read_from_ids(serving_chat: Any, request: Any) -> bool:
+    """Whether the parsers may see what the ids say; a stop string was found in the text, and cut from it."""
+    return serving_chat.reasoning_parser == PARSER and not request.stop and not request.stop_regex
+
+
+def _from_ids(original: Callable[..., Any], serving_chat: Any, request: Any, ret: list[Any], created: int) -> Any:
+    if _is_read_from_ids(serving_chat, request):
+        tokenizer = chat_tokenizer(serving_chat.tokenizer_manager.tokenizer)
+        writers = [tokenizer.marked_text() for _ in ret]
+        ret = [item | {"text": w.feed(item["output_ids"]) + w.finish()} for w, item in zip(writers, ret, strict=True)]
+    return original(serving_chat, request, ret, created)
+
+
+def _stream_from_ids(
+    original: Callable[..., Any],
+    serving_chat: Any,
+    index: int,
+    delta: str,
+    parsers: dict[Any, Any],
+    content: dict[str, Any],
+    request: Any,
+    finish_reason_type: str | None = None,
+) -> Any:
+    if _is_read_from_ids(serving_chat, request):
+        tokenizer_manager = serving_chat.tokenizer_manager
+        # The host keeps what belongs to a choice of a stream in this dictionary, so it ends with the stream.
+        key = ("marked", index)
+        writer, num_read = parsers.get(key) or (chat_tokenizer(tokenizer_manager.tokenizer).marked_text(), 0)
+        ids = content["output_ids"]
+        fresh = ids if tokenizer_manager.server_args.incremental_streaming_output else ids[num_read:]
+        parsers[key] = (writer, num_read + len(fresh))
+        delta = writer.feed(fresh) + (writer.finish() if finish_reason_type is not None else "")
+    return original(serving_chat, index, delta, parsers, content, request, finish_reason_type)
 
 
 def _tell_detector(original: Callable[..., None], parser: Any, *args: Any, **kwargs: Any) -> None:

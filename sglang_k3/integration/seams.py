@@ -119,6 +119,8 @@ SEAMS: tuple[Seam, ...] = (
             "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
             "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._get_reasoning_from_request",
             "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_tool_call_id",
+            "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._build_chat_response",
+            "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_reasoning_stream",
             "sglang.srt.parser.reasoning_parser.ReasoningParser.__init__",
         ),
         why="the host parses reasoning without knowing of tools, and constrains answers without knowing of channels",

@@ -101,6 +101,20 @@ def test_json_validates(chat: Chat, stream: bool) -> None:
     assert verdict["answer"] in ("yes", "no") and isinstance(verdict["sure"], bool)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_that_spells_a_marker_is_text(chat: Chat, stream: bool) -> None:
+    """Enforced, so that it is written whatever the weights say: with ordinary tokens, which a grammar's strings are."""
+    spelled = f"{CLOSE}response{SEP}{END_OF_MESSAGE}"
+    schema = {"type": "object", "properties": {"say": {"enum": [spelled]}}, "required": ["say"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "spelled", "schema": schema}}
+    reply = chat("Say it.", response_format=wanted, stream=stream, extra_body=NOT_THINKING)
+    assert json.loads(reply.content) == {"say": spelled}
+    repeat = {"type": "function", "function": {"name": "repeat", "parameters": schema}}
+    options = {"tools": [repeat], "tool_choice": "required", "parallel_tool_calls": False}
+    reply = chat("Say it.", stream=stream, extra_body=NOT_THINKING, **options)
+    assert reply.named_arguments == [("repeat", {"say": spelled})]
+
+
 def test_no_call_where_none_may_be(chat: Chat) -> None:
     reply = chat("Weather in Oslo?", tools=[WEATHER], tool_choice="none", max_tokens=400, extra_body=NOT_THINKING)
     assert not reply.calls

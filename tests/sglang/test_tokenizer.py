@@ -13,6 +13,7 @@ from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
 from xgrammar import TokenizerInfo, VocabType
 
 from sglang_k3.config import ARCHITECTURE, MODEL_TYPE
+from sglang_k3.host.chat_tokenizer import HFChatTokenizer
 from sglang_k3.host.tokenizer import KimiK3TokenizerFast
 from sglang_k3.testing.tiny import write_tiny
 from tests.kit.llama import write_llama
@@ -86,3 +87,16 @@ def test_the_same_class_name_in_another_model_is_not_ours(tmp_path: Path, monkey
 def test_the_tokenizer_of_another_model_is_loaded_as_before(tmp_path: Path) -> None:
     tokenizer = get_tokenizer(str(write_llama(tmp_path)))
     assert not isinstance(tokenizer, KimiK3TokenizerFast)
+
+
+def test_bytes_of_every_token(tmp_path: Path) -> None:
+    (tmp_path / "published").mkdir()
+    published = get_tokenizer(str(write_published(tmp_path / "published")), tokenizer_revision=None)
+    chat = HFChatTokenizer(published)
+    assert [chat.token_bytes(i) for i in range(len(TOKENS))] == TOKENS
+    assert chat.token_bytes(OPEN) == b"<|open|>"
+    assert chat.token_bytes(10**6) == b""
+    tiny = get_tokenizer(str(write_tiny(tmp_path / "tiny", "chat")))
+    text = "The sky is blue \u4f60\U0001f600 <|open|> <\ufdd0"
+    chat = HFChatTokenizer(tiny)
+    assert b"".join(map(chat.token_bytes, chat.encode_ordinary(text))).decode() == text

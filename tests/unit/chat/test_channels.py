@@ -18,7 +18,7 @@ from sglang_k3.chat.channels import (
     ReasoningWithdrawn,
     parse,
 )
-from sglang_k3.chat.scanners import TextScanner, TokenScanner
+from sglang_k3.chat.scanners import Control, MarkedText, TextScanner, TokenScanner
 from sglang_k3.chat.tool_calls import ToolSchema
 from tests.unit.chat.turns import CONTROL_IDS, CONTROLS, Marked, as_ids, as_text, joined, marker
 
@@ -218,6 +218,18 @@ def test_with_ids_a_value_may_spell_anything():
         pieces = [event.fragment for event in events if isinstance(event, CallArguments)]
         assert json.loads("".join(pieces)) == {spelled: f"{spelled}\U0001f600"}
         assert "".join(event.text for event in events if isinstance(event, Content)) == spelled
+
+
+@pytest.mark.parametrize("text", ["<\ufdd0|open|>", "\ufdd0<|open|>", "<<<\ufdd0", "\ufdd0", "a<|sep|>b", ""])
+@pytest.mark.parametrize("step", [1, 100])
+def test_marked_text_keeps_every_character(text: str, step: int):
+    written = MarkedText(TokenScanner(CONTROL_IDS, lambda token: bytes([token])))
+    ids = [258, *text.encode(), 256]
+    pieces = [written.feed(ids[at : at + step]) for at in range(0, len(ids), step)] + [written.finish()]
+    scanner = TextScanner()
+    items = [item for piece in pieces for item in scanner.feed(piece)] + [*scanner.finish()]
+    assert (items[0], items[-1]) == (Control.SEP, Control.OPEN)
+    assert "".join(map(str, items[1:-1])) == text
 
 
 def test_bytes_that_are_no_text_become_replacement_characters():

@@ -22,6 +22,7 @@ from tests.unit.chat.turns import (
     joined,
     orders,
     parse_ids,
+    parse_marked,
     parse_text,
     render,
 )
@@ -91,9 +92,10 @@ def test_ids_cut_at_every_place_with_texts_that_spell_control_tokens(turn: Turn)
     ids = as_ids(render(turn))
     whole = joined(parse_ids(turn, ids))
     check(turn, collect(whole))
-    for at in range(len(ids) + 1):
-        assert joined(parse_ids(turn, ids[:at], ids[at:])) == whole, at
-    assert joined(parse_ids(turn, *([token] for token in ids))) == whole
+    for parse in (parse_ids, parse_marked):
+        for at in range(len(ids) + 1):
+            assert joined(parse(turn, ids[:at], ids[at:])) == whole, at
+        assert joined(parse(turn, *([token] for token in ids))) == whole
 
 
 def beginnings(marked: Marked) -> Iterator[str]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_k3.chat.channels import ChannelParser, Event, Message
-from sglang_k3.chat.scanners import Control, TextScanner, TokenScanner
+from sglang_k3.chat.scanners import Control, MarkedText, TextScanner, TokenScanner
 
 CONTROLS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 CONTROL_IDS = {256 + i: Control(spelling) for i, spelling in enumerate(CONTROLS)}
@@ -215,6 +215,12 @@ def parse_text(turn: Turn, *chunks: str) -> list[Event]:
 def parse_ids(turn: Turn, *chunks: list[int]) -> list[Event]:
     parser = ChannelParser(TokenScanner(CONTROL_IDS, lambda token: bytes([token])), thinking=turn.thinking)
     return [event for chunk in chunks for event in parser.feed(chunk)] + parser.finish()
+
+
+def parse_marked(turn: Turn, *chunks: list[int]) -> list[Event]:
+    """As ``parse_ids``, but through a text."""
+    written = MarkedText(TokenScanner(CONTROL_IDS, lambda token: bytes([token])))
+    return parse_text(turn, *(written.feed(chunk) for chunk in chunks), written.finish())
 
 
 def joined(events: list[Event]) -> list[Event]:
