@@ -16,13 +16,14 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import FLOATS, FP32, check_dtypes, check_shapes
 from sglang_k3.kernels.depth_mix import reference
 from sglang_k3.kernels.dispatch import Impl, reference_impl
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "depth_mix"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.depth_mix),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.depth_mix), reference_impl(reference.depth_mix))
 
 
 def depth_mix(bank: Tensor, prefix_sum: Tensor, folded_weight: Tensor, *, eps: float) -> Tensor:
