@@ -68,16 +68,16 @@ def _short_conv_decode(
     y_ptr += sequence * num_channels + channels
     y = tl.zeros([BLOCK], tl.float32)
     if slot >= 0:
-        state_ptr += slot * state_slot + channels * state_col
-        weight_ptr += channels * weight_row
+        states = state_ptr + slot * state_slot + channels * state_col
+        weights = weight_ptr + channels * weight_row
         for tap in tl.static_range(W - 1):
-            held = tl.load(state_ptr + tap * state_row, mask=inside)
+            held = tl.load(states + tap * state_row, mask=inside)
             if tap > 0:
-                tl.store(state_ptr + (tap - 1) * state_row, held, mask=inside)
-            y += held.to(tl.float32) * tl.load(weight_ptr + tap * weight_col, mask=inside)
+                tl.store(states + (tap - 1) * state_row, held, mask=inside)
+            y += held.to(tl.float32) * tl.load(weights + tap * weight_col, mask=inside)
         x = tl.load(x_ptr + sequence * x_row + channels * x_col, mask=inside)
         if W > 1:
-            tl.store(state_ptr + (W - 2) * state_row, x.to(state_ptr.dtype.element_ty), mask=inside)
-        y += x.to(tl.float32) * tl.load(weight_ptr + (W - 1) * weight_col, mask=inside)
+            tl.store(states + (W - 2) * state_row, x.to(state_ptr.dtype.element_ty), mask=inside)
+        y += x.to(tl.float32) * tl.load(weights + (W - 1) * weight_col, mask=inside)
         y *= sigmoid(y)
     tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=inside)

@@ -56,7 +56,7 @@ def short_conv_prefill(
             W=taps,
             BLOCK_T=_TOKENS,
             BLOCK_C=_CHANNELS,
-            num_warps=4,
+            num_warps=8,
         )
     if num_seqs > 0 and taps > 1 and channels > 0:
         _states[(num_seqs, triton.cdiv(channels, _STATE_CHANNELS))](
@@ -113,7 +113,7 @@ def _outputs(
     reaches_back = tl.max((continues & (depth < W - 1)).to(tl.int32)) > 0
     y = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     for tap in tl.static_range(W):
-        back: tl.constexpr = W - 1 - tap
+        back = W - 1 - tap
         from_x = (used & (depth >= back))[:, None] & in_channels
         value = tl.load(x_ptr - back * x_row, mask=from_x, other=0.0).to(tl.float32)
         if reaches_back:
@@ -153,15 +153,15 @@ def _states(
         begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
         length = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int64) - begin
         continues = tl.load(continues_ptr + sequence) != 0
-        x_ptr += begin * x_row + channels * x_col
-        state_ptr += channels * state_col
-        own_ptr = state_ptr + slot * state_slot
+        inputs = x_ptr + begin * x_row + channels * x_col
+        own = state_ptr + slot * state_slot + channels * state_col
         if depth_ptr is not None:
             depth = tl.load(depth_ptr + sequence).to(tl.int64)
             if depth >= 0:
-                target = state_ptr + tl.load(target_ptr + sequence).to(tl.int64) * state_slot
-                _write_state(target, own_ptr, x_ptr, depth, continues, state_row, x_row, inside, W)
-        _write_state(own_ptr, own_ptr, x_ptr, length, continues, state_row, x_row, inside, W)
+                target = tl.load(target_ptr + sequence).to(tl.int64)
+                snapshot = state_ptr + target * state_slot + channels * state_col
+                _write_state(snapshot, own, inputs, depth, continues, state_row, x_row, inside, W)
+        _write_state(own, own, inputs, length, continues, state_row, x_row, inside, W)
 
 
 @triton.jit

@@ -49,5 +49,5 @@ def _state_copy(
     if (src >= 0) & (dst >= 0):
         cols = tl.program_id(2).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = cols < size
-        states_ptr += tl.program_id(1).to(tl.int64) * layer_stride + cols * col_stride
-        tl.store(states_ptr + dst * slot_stride, tl.load(states_ptr + src * slot_stride, mask=inside), mask=inside)
+        layer = states_ptr + tl.program_id(1).to(tl.int64) * layer_stride + cols * col_stride
+        tl.store(layer + dst * slot_stride, tl.load(layer + src * slot_stride, mask=inside), mask=inside)
