@@ -20,7 +20,7 @@ from tests.kit.compare import assert_bitwise, assert_ulp
 from tests.kit.ops import clone_pool
 from tests.kit.tolerance import MAX_ULP, assert_close
 
-SMALL = 200_000  # bytes and operations of a case that the interpreter finishes in about a tenth of a second
+SMALL = 1_000_000  # bytes and operations of a case that the interpreter finishes in about a second
 OPS_IN_TRITON = [op for op in OPS if importlib.import_module(OPS[op]).IMPLS[0].name == "triton"]
 
 # For ops whose rows are independent of each other: the dimension that counts the rows, by argument.
