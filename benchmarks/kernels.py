@@ -80,7 +80,7 @@ def time_op(op: str, only: str | None, size_part: str, failed: list[tuple[str, s
                 continue
             name = f"{op}/{size}/{impl.name}"
             try:
-                case = cases.Case(**{"dtype": torch.bfloat16, **arguments})
+                case = cases.Case(**{"dtype": torch.bfloat16, "aligned": True, **arguments})
                 metric, us = time_case(impl, case, cases.make_inputs(case, "cuda"))
             except Exception as error:  # a table with one hole is worth more than none
                 print(f"{name:<48} {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")

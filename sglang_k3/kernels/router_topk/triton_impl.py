@@ -60,7 +60,7 @@ def router_topk(
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_K=triton.next_power_of_2(top_k),
         BLOCK_G=triton.next_power_of_2(num_expert_group),
-        num_warps=4,
+        num_warps=1,  # nothing to wait for but itself
     )
     return topk_weights, topk_ids
 
@@ -164,29 +164,33 @@ def _choose(
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
     inside = experts < num_experts
-    logits_ptr += token * logits_row + experts
-    logits = tl.zeros([BLOCK_E], tl.float32)
-    for part in tl.static_range(NUM_PARTS):
-        logits += tl.load(logits_ptr + part * logits_part, mask=inside, other=0.0)
-    scores = sigmoid(logits)
-    biased = scores + tl.load(bias_ptr + experts * bias_col, mask=inside, other=0.0)
+    logits_ptr += token * logits_row
+    biased = _scores(logits_ptr + experts, inside, logits_part, NUM_PARTS)
+    biased += tl.load(bias_ptr + experts * bias_col, mask=inside, other=0.0)
     if KEPT < GROUPS:
         group = experts // (num_experts // GROUPS)
         biased = tl.where(_in_best_groups(biased, experts, group, GROUPS, KEPT, BLOCK_G), biased, float("-inf"))
     keys = tl.where(inside, _sort_key(biased, experts), LOWEST_KEY)
     places = tl.arange(0, BLOCK_K)
     best_ids = tl.zeros([BLOCK_K], tl.int32)
-    best_scores = tl.zeros([BLOCK_K], tl.float32)
     for place in tl.static_range(TOP_K):
         best = tl.max(keys, axis=0)
-        chosen = keys == best  # keys are distinct
         best_ids = tl.where(places == place, _index_of(best), best_ids)
-        best_scores = tl.where(places == place, tl.sum(tl.where(chosen, scores, 0.0), axis=0), best_scores)
-        keys = tl.where(chosen, LOWEST_KEY, keys)
+        keys = tl.where(keys == best, LOWEST_KEY, keys)  # keys are distinct
+    best_scores = _scores(logits_ptr + best_ids, places < TOP_K, logits_part, NUM_PARTS)
     if RENORMALIZE:
-        best_scores = tl.div_rn(best_scores, tl.sum(best_scores, axis=0) + 1e-20)
+        total = tl.sum(tl.where(places < TOP_K, best_scores, 0.0), axis=0)
+        best_scores = tl.div_rn(best_scores, total + 1e-20)
     tl.store(topk_ids_ptr + token * TOP_K + places, best_ids, mask=places < TOP_K)
     tl.store(topk_weights_ptr + token * TOP_K + places, best_scores * scaling_factor, mask=places < TOP_K)
+
+
+@triton.jit
+def _scores(logits_ptr, inside, logits_part, NUM_PARTS: tl.constexpr):
+    logits = tl.load(logits_ptr, mask=inside, other=0.0)
+    for part in tl.static_range(1, NUM_PARTS):
+        logits += tl.load(logits_ptr + part * logits_part, mask=inside, other=0.0)
+    return sigmoid(logits)
 
 
 @triton.jit

@@ -65,19 +65,20 @@ def _short_conv_decode(
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channels < num_channels
     slot = tl.load(slot_ptr + sequence * slot_row).to(tl.int64)
-    y_ptr += sequence * num_channels + channels
+    used = inside & (slot >= 0)
+    # What does not wait for the slot comes first.
+    x = tl.load(x_ptr + sequence * x_row + channels * x_col, mask=inside)
+    weight_ptr += channels * weight_row
+    state_ptr += slot * state_slot + channels * state_col
     y = tl.zeros([BLOCK], tl.float32)
-    if slot >= 0:
-        states = state_ptr + slot * state_slot + channels * state_col
-        weights = weight_ptr + channels * weight_row
-        for tap in tl.static_range(W - 1):
-            held = tl.load(states + tap * state_row, mask=inside)
-            if tap > 0:
-                tl.store(states + (tap - 1) * state_row, held, mask=inside)
-            y += held.to(tl.float32) * tl.load(weights + tap * weight_col, mask=inside)
-        x = tl.load(x_ptr + sequence * x_row + channels * x_col, mask=inside)
-        if W > 1:
-            tl.store(states + (W - 2) * state_row, x.to(state_ptr.dtype.element_ty), mask=inside)
-        y += x.to(tl.float32) * tl.load(weights + (W - 1) * weight_col, mask=inside)
-        y *= sigmoid(y)
-    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=inside)
+    for tap in tl.static_range(W - 1):
+        weight = tl.load(weight_ptr + tap * weight_col, mask=inside)
+        held = tl.load(state_ptr + tap * state_row, mask=used, other=0.0)
+        if tap > 0:
+            tl.store(state_ptr + (tap - 1) * state_row, held, mask=used)
+        y += held.to(tl.float32) * weight
+    if W > 1:
+        tl.store(state_ptr + (W - 2) * state_row, x.to(state_ptr.dtype.element_ty), mask=used)
+    y += x.to(tl.float32) * tl.load(weight_ptr + (W - 1) * weight_col, mask=inside)
+    y *= sigmoid(y)
+    tl.store(y_ptr + sequence * num_channels + channels, tl.where(used, y, 0.0).to(y_ptr.dtype.element_ty), mask=inside)
