@@ -15,7 +15,6 @@ import torch
 
 from sglang_k3.env import triton_interprets
 from sglang_k3.kernels import OPS
-from tests.kit import interpreter
 from tests.kit.compare import assert_bitwise, assert_ulp
 from tests.kit.ops import clone_pool
 from tests.kit.tolerance import MAX_ULP, assert_close
@@ -107,12 +106,6 @@ def assert_same_memory(actual, expected, before, numerics, what):
     changed = (expected != before) & ~(expected.isnan() & before.isnan())
     assert_bitwise(actual[~changed], before[~changed], f"{what}, outside of what is written")
     assert_agree(actual[changed], expected[changed], numerics, what)
-
-
-@pytest.fixture(autouse=True)
-def mended_interpreter(monkeypatch):
-    if triton_interprets():
-        interpreter.mend(monkeypatch)
 
 
 @pytest.mark.parametrize(("op", "case"), cases_to_run())

@@ -18,9 +18,9 @@ from sglang_k3.kernels.triton_math import sigmoid
 if TYPE_CHECKING:
     from torch import Tensor
 
-_EXPERTS, _WIDTH = 64, 64  # tile of the weight
+_WIDTH = 64  # of a tile; sizes of tiles in the other dimensions do not change a bit
 _PART = 14 * _WIDTH  # K3's 7168 are eight parts
-_MANY_TOKENS = 1024
+_MANY_TOKENS = 2048
 
 LOWEST_KEY = tl.constexpr(-(1 << 63))
 
@@ -69,11 +69,13 @@ def _partial_logits(x: Tensor, weight: Tensor) -> Tensor:
     """``[parts, T, E]``, fp32: the logits are the sum over the parts, in order."""
     (tokens, width), num_experts = x.shape, weight.shape[0]
     num_parts = max(triton.cdiv(width, _PART), 1)
-    parts_per_program = num_parts if tokens >= _MANY_TOKENS else 1
+    if tokens >= _MANY_TOKENS:
+        parts_per_program, block_e, block_t, num_warps = num_parts, 128, 128, 8
+    else:
+        parts_per_program, block_e, block_t, num_warps = 1, 64, min(max(triton.next_power_of_2(tokens), 16), 64), 4
     num_programs = num_parts // parts_per_program
     logits = torch.empty(num_programs, tokens, num_experts, dtype=torch.float32, device=x.device)
-    block_t = min(max(triton.next_power_of_2(tokens), 16), 64)
-    grid = (triton.cdiv(tokens, block_t), triton.cdiv(num_experts, _EXPERTS), num_programs)
+    grid = (triton.cdiv(tokens, block_t), triton.cdiv(num_experts, block_e), num_programs)
     _multiply[grid](
         x,
         weight,
@@ -87,10 +89,10 @@ def _partial_logits(x: Tensor, weight: Tensor) -> Tensor:
         PARTS=parts_per_program,
         PART=_PART,
         NATIVE=x.dtype == weight.dtype and x.dtype != torch.float32,
-        BLOCK_E=_EXPERTS,
+        BLOCK_E=block_e,
         BLOCK_T=block_t,
         BLOCK_D=_WIDTH,
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=4,
     )
     return logits
