@@ -70,7 +70,7 @@ def _partial_logits(x: Tensor, weight: Tensor) -> Tensor:
     (tokens, width), num_experts = x.shape, weight.shape[0]
     num_parts = max(triton.cdiv(width, _PART), 1)
     if tokens >= _MANY_TOKENS:
-        parts_per_program, block_e, block_t, num_warps = num_parts, 128, 128, 8
+        parts_per_program, block_e, block_t, num_warps = num_parts, 128, 64, 8
     else:
         parts_per_program, block_e, block_t, num_warps = 1, 64, min(max(triton.next_power_of_2(tokens), 16), 64), 4
     num_programs = num_parts // parts_per_program
