@@ -11,11 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_k3.kernels.rms_norm.triton_impl import normalise
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def depth_mix(bank: Tensor, prefix_sum: Tensor, folded_weight: Tensor, *, eps: float) -> Tensor:
+def depth_mix(
+    bank: Tensor, prefix_sum: Tensor, folded_weight: Tensor, *, eps: float, norm_weight: Tensor | None = None
+) -> Tensor:
     tokens, width = prefix_sum.shape
     out = torch.empty(tokens, width, dtype=prefix_sum.dtype, device=prefix_sum.device)
     if out.numel() == 0:
@@ -25,6 +29,7 @@ def depth_mix(bank: Tensor, prefix_sum: Tensor, folded_weight: Tensor, *, eps: f
         bank,
         prefix_sum,
         folded_weight,
+        norm_weight,
         out,
         bank.shape[0],
         width,
@@ -32,6 +37,7 @@ def depth_mix(bank: Tensor, prefix_sum: Tensor, folded_weight: Tensor, *, eps: f
         *bank.stride(),
         *prefix_sum.stride(),
         folded_weight.stride(0),
+        0 if norm_weight is None else norm_weight.stride(0),
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
     )
@@ -43,6 +49,7 @@ def _depth_mix(
     bank_ptr,
     prefix_ptr,
     weight_ptr,
+    norm_ptr,
     out_ptr,
     num_rows,
     width,
@@ -53,6 +60,7 @@ def _depth_mix(
     prefix_token,
     prefix_col,
     weight_col,
+    norm_col,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -74,7 +82,11 @@ def _depth_mix(
         mixed = mixed * kept + row * added
         total = total * kept + added
         highest = higher
-    out = tl.div_rn(mixed, total).to(out_ptr.dtype.element_ty)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    out = tl.div_rn(mixed, total).to(dtype)
+    if norm_ptr is not None:
+        norm_weight = tl.load(norm_ptr + cols * norm_col, mask=inside, other=0.0)
+        out = normalise(out.to(tl.float32), norm_weight, width, eps, dtype)
     tl.store(out_ptr + token * width + cols, out, mask=inside)
 
 

@@ -41,8 +41,12 @@ def _rms_norm(x_ptr, weight_ptr, out_ptr, width, eps, x_row, x_col, weight_col, 
     inside = cols < width
     x = tl.load(x_ptr + row * x_row + cols * x_col, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + cols * weight_col, mask=inside, other=0.0)
+    tl.store(out_ptr + row * width + cols, normalise(x, weight, width, eps, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def normalise(x, weight, width, eps, dtype: tl.constexpr):
+    """The row ``x``, fp32 and zero past ``width``, in ``dtype``; ``depth_mix`` normalises its result with it."""
     root_mean_square = tl.sqrt_rn(tl.sum(x * x) / width + eps)
-    dtype = out_ptr.dtype.element_ty
     normed = tl.div_rn(x, root_mean_square).to(dtype).to(tl.float32)
-    product = normed * weight.to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * width + cols, product.to(dtype), mask=inside)
+    return (normed * weight.to(dtype).to(tl.float32)).to(dtype)
