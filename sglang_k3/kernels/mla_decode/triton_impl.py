@@ -113,9 +113,7 @@ def _tile(num_heads: int, dtype: tl.dtype) -> tuple[int, int, int, int]:
     """Heads and rows of a tile, warps and pipeline stages."""
     if dtype == tl.float32:
         return 16, 16, 4, 1
-    if num_heads <= 16:
-        return 16, 32, 4, 4
-    return (32, 32, 4, 3) if num_heads <= MANY_HEADS else (64, 32, 8, 3)
+    return (16 if num_heads <= 16 else 32), 32, 8, 4
 
 
 @triton.jit
@@ -145,6 +143,26 @@ def online_softmax(scores, peak, mass):
 def _span(length, MIN_SPAN: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows of a split of a list of ``length``."""
     return tl.maximum(MIN_SPAN, tl.cdiv(tl.cdiv(length, MAX_SPLITS), BLOCK_N) * BLOCK_N)
+
+
+@triton.jit
+def _slots(
+    kv_indices,
+    owner_mask,
+    start,
+    last,
+    begin,
+    indices_stride,
+    owner_stride,
+    BLOCK_N: tl.constexpr,
+    OWNED: tl.constexpr,
+):
+    """Slots of the rows from ``start`` on, and which of them are there."""
+    n = start + tl.arange(0, BLOCK_N)
+    seen = n < last
+    if OWNED:
+        seen = seen & (tl.load(owner_mask + (begin + n) * owner_stride, mask=seen, other=0) != 0)
+    return tl.load(kv_indices + (begin + n) * indices_stride, mask=seen, other=0).to(tl.int64), seen
 
 
 @triton.jit
@@ -198,12 +216,8 @@ def _attend(
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_H], tl.float32)
     total = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    slots, seen = _slots(kv_indices, owner_mask, first, last, begin, indices_stride, owner_stride, BLOCK_N, OWNED)
     for start in range(first, last, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        seen = n < last
-        slots = tl.load(kv_indices + (begin + n) * indices_stride, mask=seen, other=0).to(tl.int64)
-        if OWNED:
-            seen = seen & (tl.load(owner_mask + (begin + n) * owner_stride, mask=seen, other=0) != 0)
         rows = kv_pool + slots[:, None] * pool_strides[0]
         value = tl.load(rows + v[None, :] * pool_strides[1], mask=seen[:, None] & (v[None, :] < V), other=0.0).to(DOT)
         scores = tl.dot(q_value, tl.trans(value), input_precision="ieee")
@@ -212,6 +226,10 @@ def _attend(
             rest = tl.load(rest_columns, mask=seen[:, None] & (r[None, :] < R), other=0.0).to(DOT)
             scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision="ieee")
         scores = tl.where(seen[None, :], scores * scale_log2, float("-inf"))
+        # The slots of the next tile are known a tile early, so that rows can be fetched several tiles ahead.
+        slots, seen = _slots(
+            kv_indices, owner_mask, start + BLOCK_N, last, begin, indices_stride, owner_stride, BLOCK_N, OWNED
+        )
         peak, mass, weights, factor = online_softmax(scores, peak, mass)
         total = add_weighted(total * factor[:, None], weights, value)
 
