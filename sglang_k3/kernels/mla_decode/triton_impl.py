@@ -99,14 +99,11 @@ def mla_decode(
 
 
 def dot_dtype(*tensors: Tensor) -> tl.dtype:
-    """What the matrix units multiply: the 16-bit dtype that all tensors share, else fp32.
-
-    The interpreter takes bf16 operands for integers; it gets fp32.
-    """
+    """What the matrix units multiply: the 16-bit dtype that all tensors share, else fp32."""
     dtypes = {tensor.dtype for tensor in tensors}
-    if dtypes == {torch.bfloat16} and tensors[0].is_cuda:
-        return tl.bfloat16
-    return tl.float16 if dtypes == {torch.float16} else tl.float32
+    if len(dtypes) > 1 or torch.float32 in dtypes:
+        return tl.float32
+    return tl.bfloat16 if torch.bfloat16 in dtypes else tl.float16
 
 
 def _tile(num_heads: int, dtype: tl.dtype) -> tuple[int, int, int, int]:
