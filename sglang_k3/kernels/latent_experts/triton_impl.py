@@ -29,18 +29,22 @@ PLAN_BLOCK = 1024
 COMBINE_BLOCK = 256
 GROUP_BYTES = tl.constexpr(16)  # 32 values share a scale
 
-# Two bf16 at a time. Byte permutation puts bytes 0 and 1 to the bottom of the two halves of a register, bytes 2 and 3
-# to the top. Then each step takes the top nibble of both halves: its sign stays, its magnitude goes to the lowest bits
-# of the exponent and the highest of the mantissa, where it is 2^-126 times its value, 0.5 (a subnormal) included.
-_NIBBLES = (("$3", "$6"), ("$1", "$6"), ("$2", "$5"), ("$0", "$5"))  # high of 2 and 3, low of 2 and 3, of 0 and 1
+# Two bf16 at a time. Byte permutation puts bytes 0 and 1 at the bottom of the two halves of a register, bytes 2 and 3 at
+# the top, so that each nibble lies in the same place of its half as that of a neighbour. Its sign goes to the top, its
+# magnitude to the lowest bits of the exponent and the highest of the mantissa: 2^-126 times the value, 0.5 (a
+# subnormal) included. The factor makes that 2^-62 times the weight and the sum is multiplied by 2^62, so that one
+# product serves all scales from 2^-63 to 2^63 exactly; beyond, weights fade to zero or grow to infinity.
 DECODE_PTX = tl.constexpr(
-    "{ .reg .b32 nibbles, sign, magnitude, unit, nil;"
-    "prmt.b32 nibbles, $4, $4, 0x3120; mov.b32 unit, 0x7E807E80; mov.b32 nil, 0x80008000;"
-    + "shl.b32 nibbles, nibbles, 4;".join(
-        "shr.u32 magnitude, nibbles, 6; and.b32 magnitude, magnitude, 0x01C001C0;"
-        "and.b32 sign, nibbles, 0x80008000; or.b32 magnitude, magnitude, sign;"
-        f"fma.rn.bf16x2 magnitude, magnitude, unit, nil; fma.rn.bf16x2 {out}, magnitude, {factor}, nil;"
-        for out, factor in _NIBBLES
+    "{ .reg .b32 nibbles, sign, magnitude, nil; prmt.b32 nibbles, $4, $4, 0x3120; mov.b32 nil, 0x80008000;"
+    + "".join(
+        f"{to_sign}; {to_magnitude}; and.b32 sign, sign, 0x80008000; and.b32 magnitude, magnitude, 0x01C001C0;"
+        f"or.b32 magnitude, magnitude, sign; fma.rn.bf16x2 {value}, magnitude, {factor}, nil;"
+        for value, factor, to_sign, to_magnitude in (
+            ("$0", "$5", "shl.b32 sign, nibbles, 12", "shl.b32 magnitude, nibbles, 6"),  # low nibbles of 0 and 1
+            ("$1", "$6", "shl.b32 sign, nibbles, 4", "shr.u32 magnitude, nibbles, 2"),  # low nibbles of 2 and 3
+            ("$2", "$5", "shl.b32 sign, nibbles, 8", "shl.b32 magnitude, nibbles, 2"),  # high nibbles of 0 and 1
+            ("$3", "$6", "mov.b32 sign, nibbles", "shr.u32 magnitude, nibbles, 6"),  # high nibbles of 2 and 3
+        )
     )
     + "}"
 )
@@ -300,6 +304,8 @@ def _expert_linear(
             low, high = _decode(packed, codes, DOT, PTX)
             total = tl.dot(even, tl.trans(low), total, input_precision="ieee")
             total = tl.dot(odd, tl.trans(high), total, input_precision="ieee")
+        if PTX:
+            total *= 4.611686018427388e18  # 2^62
 
     dtype = out.dtype.element_ty
     total = total.to(dtype)
@@ -328,10 +334,10 @@ def _situ(gate, beta):
 
 @triton.jit
 def _decode(packed, codes, DOT: tl.constexpr, PTX: tl.constexpr):
-    """Low and high nibbles of ``packed [N, J]`` times their scales ``codes [N, J / 16]``, exact in bf16 and fp32."""
+    """Low and high nibbles of ``packed [N, J]`` times their scales ``codes [N, J / 16]``; with PTX 2^-62 times that."""
     if PTX:
-        bits = tl.where(codes == 0, 0x0040, tl.where(codes == 255, 0x7FC0, codes.to(tl.int16) << 7)).to(tl.int16)
-        factors = _spread(bits.to(tl.bfloat16, bitcast=True), packed.shape)
+        bits = tl.minimum(codes.to(tl.int32) + 64, 255) << 7
+        factors = _spread(bits.to(tl.int16).to(tl.bfloat16, bitcast=True), packed.shape)
         return tl.inline_asm_elementwise(
             DECODE_PTX,
             "=&r,=&r,=&r,=&r,r,r,r",
