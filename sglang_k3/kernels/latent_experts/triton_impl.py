@@ -29,9 +29,9 @@ PLAN_BLOCK = 1024
 COMBINE_BLOCK = 256
 GROUP_BYTES = tl.constexpr(16)  # 32 values share a scale
 
-# Two bf16 at a time. Byte permutation puts bytes 0 and 1 at the bottom of the two halves of a register, bytes 2 and 3 at
-# the top, so that each nibble lies in the same place of its half as that of a neighbour. Its sign goes to the top, its
-# magnitude to the lowest bits of the exponent and the highest of the mantissa: 2^-126 times the value, 0.5 (a
+# Two bf16 at a time. A byte permutation puts bytes 0 and 1 at the bottom of the two halves of a register, bytes 2 and 3
+# at the top, so that each nibble lies in the same place of its half as that of a neighbour. Its sign goes to the top,
+# its magnitude to the lowest bits of the exponent and the highest of the mantissa: 2^-126 times the value, 0.5 (a
 # subnormal) included. The factor makes that 2^-62 times the weight and the sum is multiplied by 2^62, so that one
 # product serves all scales from 2^-63 to 2^63 exactly; beyond, weights fade to zero or grow to infinity.
 DECODE_PTX = tl.constexpr(
@@ -148,12 +148,10 @@ def _tile(pairs_per_expert: float, *, packed: bool, dtype: torch.dtype) -> Tile:
     """By the mean number of choices of an expert, an upper bound where other ranks hold experts too."""
     if dtype == torch.float32:
         return Tile(16, 32, 32, 4, 1)
-    depth = 1 if packed else 2  # a byte is two columns
-    if pairs_per_expert <= 16:
-        return Tile(16, 128, 64 * depth, 4, 4)
-    if pairs_per_expert <= 64:
-        return Tile(32, 128, 64 * depth, 4, 4)
-    return Tile(64, 128, 32 * depth, 4, 4) if pairs_per_expert <= 256 else Tile(128, 128, 32 * depth, 8, 4)
+    columns = 64 if packed else 128  # a byte is two columns; 64 bytes have scales enough for an asynchronous copy
+    if pairs_per_expert > 64:
+        return Tile(64, 128, columns, 4, 3)
+    return Tile(16 if pairs_per_expert <= 16 else 32, 128, columns, 4, 4)
 
 
 def _plan(topk_ids: Tensor, num_experts: int, expert_offset: int, block: int) -> Plan:
