@@ -17,13 +17,14 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import BYTES, FLOATS, FP32, INTEGERS, check_dtypes, check_shapes, check_together
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.latent_experts import reference
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "latent_experts"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.latent_experts),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.latent_experts), reference_impl(reference.latent_experts))
 
 
 def latent_experts(

@@ -37,6 +37,23 @@ CASES = (
     Case(tokens=3, latent=32, width=16, experts=8, top_k=2, linear_beta=None, seed=6),
     Case(tokens=6, latent=48, width=24, experts=8, top_k=4, dtype=BF16, seed=7),
     Case(tokens=9, latent=64, width=32, experts=8, top_k=2, packed=True, local=(4, 8), dtype=BF16, seed=8),
+    Case(tokens=1, latent=96, width=32, experts=8, top_k=4, packed=True, local=(2, 7), dtype=BF16, seed=9),
+    *(
+        Case(
+            tokens=tokens,
+            latent=3584,
+            width=width,
+            experts=24,
+            top_k=16,
+            packed=packed,
+            dtype=BF16,
+            seed=seed,
+            marks=("gpu",),
+        )
+        for seed, (tokens, width, packed) in enumerate(
+            [(1, 3072, True), (7, 384, True), (64, 384, True), (200, 384, True), (200, 384, False)], start=10
+        )
+    ),
 )
 
 

@@ -33,6 +33,8 @@ CASES = (
     Case(lens=(64, 63), heads=4, latent=512, rope=64, seed=6),
     Case(lens=(5, 0, 3), heads=2, latent=16, rope=8, dtype=BF16, seed=7),
     Case(lens=(65,), heads=4, latent=512, rope=64, owners=3, dtype=BF16, seed=8),
+    Case(lens=(1030,), heads=1, latent=16, rope=8, dtype=BF16, seed=9),
+    Case(lens=(3, 1500, 513, 4099), heads=40, latent=512, rope=64, dtype=BF16, seed=10, marks=("gpu",)),
 )
 
 

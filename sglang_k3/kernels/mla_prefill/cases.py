@@ -33,6 +33,16 @@ CASES = (
     Case(lens_q=(33, 31), lens_k=(64, 31), heads=2, key_dim=192, value_dim=128, seed=7),
     Case(lens_q=(5, 3), lens_k=(8, 3), heads=2, key_dim=24, value_dim=16, dtype=BF16, seed=8),
     Case(lens_q=(17,), lens_k=(63,), heads=2, key_dim=192, value_dim=128, dtype=BF16, seed=9),
+    Case(
+        lens_q=(300, 1, 0, 257),
+        lens_k=(700, 65, 5, 257),
+        heads=3,
+        key_dim=192,
+        value_dim=128,
+        dtype=BF16,
+        seed=10,
+        marks=("gpu",),
+    ),
 )
 
 

@@ -1,0 +1,171 @@
+"""Triton kernel of ``mla_prefill``: one program attends with a tile of queries of one head, in one pass over the keys.
+
+The grid needs sizes only: sequence ``b`` owns the tiles from ``cu_seqlens_q[b] // M + b`` on, which leaves room for
+each of its queries; a program finds its sequence by bisection and ends at once if its tile is empty. A key is its
+leading power of two of channels plus the rest, so that 192 channels cost 128 + 64.
+
+Legend: H heads, B sequences, M queries and N keys of a tile, A + C key channels, V value channels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_k3.kernels.mla_decode.triton_impl import LN_2, LOG2_E, add_weighted, dot_dtype, online_softmax
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def mla_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    num_tokens, num_heads, key_dim = q.shape
+    value_dim = v.shape[2]
+    num_seqs = cu_seqlens_q.numel() - 1
+    out = torch.empty(num_tokens, num_heads, value_dim, device=q.device)
+    lse = torch.empty(num_tokens, num_heads, device=q.device)
+    if lse.numel() == 0:
+        return out, lse
+    dtype = dot_dtype(q, k, v)
+    block_m, block_n, num_warps, num_stages = (32, 32, 4, 1) if dtype == tl.float32 else (128, 64, 8, 3)
+    leading = 1 << (key_dim.bit_length() - 1)
+    _prefill[(num_tokens // block_m + num_seqs, num_heads)](
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        out,
+        lse,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        cu_seqlens_q.stride(0),
+        cu_seqlens_k.stride(0),
+        out.stride(),
+        lse.stride(),
+        num_seqs,
+        scale * LOG2_E,
+        A=leading,
+        C=key_dim - leading,
+        V=value_dim,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_A=max(16, leading),
+        BLOCK_C=max(16, triton.next_power_of_2(key_dim - leading)),
+        BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
+        DOT=dtype,
+        CAUSAL=causal,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return out, lse
+
+
+@triton.jit
+def _sequence_of_tile(tile, cu_seqlens, stride, num_seqs, BLOCK_M: tl.constexpr):
+    """The last sequence ``b`` whose first tile, ``cu_seqlens[b] // BLOCK_M + b``, is at most ``tile``."""
+    low = 0
+    high = num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(cu_seqlens + middle * stride) // BLOCK_M + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def _prefill(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    out,
+    lse,
+    q_strides,
+    k_strides,
+    v_strides,
+    cu_q_stride,
+    cu_k_stride,
+    out_strides,
+    lse_strides,
+    num_seqs,
+    scale_log2,
+    A: tl.constexpr,
+    C: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    DOT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the last tiles take longest
+    h = tl.program_id(1).to(tl.int64)
+    b = _sequence_of_tile(tile, cu_seqlens_q, cu_q_stride, num_seqs, BLOCK_M)
+    q_begin = tl.load(cu_seqlens_q + b * cu_q_stride)
+    num_q = (tl.load(cu_seqlens_q + (b + 1) * cu_q_stride) - q_begin).to(tl.int32)
+    first = ((tile - b - q_begin // BLOCK_M) * BLOCK_M).to(tl.int32)
+    if first >= num_q:
+        return
+    k_begin = tl.load(cu_seqlens_k + b * cu_k_stride)
+    num_k = (tl.load(cu_seqlens_k + (b + 1) * cu_k_stride) - k_begin).to(tl.int32)
+
+    m = first + tl.arange(0, BLOCK_M)
+    a = tl.arange(0, BLOCK_A)
+    c = tl.arange(0, BLOCK_C)
+    value_channels = tl.arange(0, BLOCK_V)
+    query = m[:, None] < num_q
+    tokens = q_begin.to(tl.int64) + m
+    q_rows = q + tokens[:, None] * q_strides[0] + h * q_strides[1]
+    q_a = tl.load(q_rows + a[None, :] * q_strides[2], mask=query & (a[None, :] < A), other=0.0).to(DOT)
+    if C > 0:
+        q_c = tl.load(q_rows + (A + c[None, :]) * q_strides[2], mask=query & (c[None, :] < C), other=0.0).to(DOT)
+
+    reach = m + 1 + num_k - num_q if CAUSAL else m * 0 + num_k  # keys below it are seen
+    end = tl.minimum(num_k, first + BLOCK_M + num_k - num_q) if CAUSAL else num_k
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    for start in range(0, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        key = n[:, None] < num_k
+        rows = k_begin.to(tl.int64) + n
+        k_rows = k + rows[:, None] * k_strides[0] + h * k_strides[1]
+        k_a = tl.load(k_rows + a[None, :] * k_strides[2], mask=key & (a[None, :] < A), other=0.0).to(DOT)
+        scores = tl.dot(q_a, tl.trans(k_a), input_precision="ieee")
+        if C > 0:
+            k_c = tl.load(k_rows + (A + c[None, :]) * k_strides[2], mask=key & (c[None, :] < C), other=0.0).to(DOT)
+            scores = tl.dot(q_c, tl.trans(k_c), scores, input_precision="ieee")
+        seen = (n[None, :] < num_k) & (n[None, :] < reach[:, None])
+        scores = tl.where(seen, scores * scale_log2, float("-inf"))
+        peak, mass, weights, factor = online_softmax(scores, peak, mass)
+        v_rows = v + rows[:, None] * v_strides[0] + h * v_strides[1]
+        v_mask = key & (value_channels[None, :] < V)
+        values = tl.load(v_rows + value_channels[None, :] * v_strides[2], mask=v_mask, other=0.0).to(DOT)
+        total = add_weighted(total * factor[:, None], weights, values)
+
+    out_rows = out + tokens[:, None] * out_strides[0] + h * out_strides[1]
+    tl.store(
+        out_rows + value_channels[None, :] * out_strides[2],
+        tl.where(mass[:, None] > 0.0, total / mass[:, None], 0.0),
+        mask=query & (value_channels[None, :] < V),
+    )
+    tl.store(lse + tokens * lse_strides[0] + h * lse_strides[1], (peak + tl.log2(mass)) * LN_2, mask=m < num_q)
