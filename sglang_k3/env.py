@@ -1,4 +1,4 @@
-"""The plugin's own environment variables: debugging switches, read here and nowhere else."""
+"""The environment variables that the plugin heeds, read here and nowhere else; its own are debugging switches."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def kernel_mode() -> str:
             f"K3PLUGIN_KERNELS={value!r} is not one of {', '.join(KERNEL_MODES)}. Set one of these or unset it."
         )
     return value
+
+
+def triton_interprets() -> bool:
+    """Whether Triton runs kernels in its interpreter, which it decides by its own variable ``TRITON_INTERPRET``."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def cache_root() -> Path:

@@ -1,0 +1,52 @@
+"""Where the Triton kernels run, and how an op lists its own without importing Triton."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_k3.env import triton_interprets
+from sglang_k3.kernels.dispatch import Impl, OpContext
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MIN_CAPABILITY = (8, 0)
+
+
+def supports_triton(ctx: OpContext) -> str | None:
+    """Why no Triton kernel runs in ``ctx``, or ``None``. On a CPU they run in Triton's interpreter only, for tests."""
+    if ctx.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(ctx.device)
+        if (major, minor) < MIN_CAPABILITY:
+            return f"needs a CUDA device of sm_80 or newer, got sm_{major}{minor}"
+        return None
+    if ctx.device.type == "cpu" and triton_interprets():
+        return None
+    return f"needs a CUDA device of sm_80 or newer, got {ctx.device.type}"
+
+
+def triton_impl(
+    reference: Callable[..., Any], supports: Callable[[OpContext], str | None] = supports_triton
+) -> Impl:
+    """The function of the same name in the ``triton_impl.py`` beside ``reference``; the first call imports it.
+
+    Args:
+        reference: the op in plain torch, which gives name, place and signature.
+        supports: ``supports_triton``, or a function that asks it and then adds reasons of its own.
+    """
+    module = f"{reference.__module__.removesuffix('.reference')}.triton_impl"
+
+    @functools.cache
+    def launcher() -> Callable[..., Any]:
+        fn: Callable[..., Any] = getattr(importlib.import_module(module), reference.__name__)
+        return fn
+
+    @functools.wraps(reference)
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        return launcher()(*args, **kwargs)
+
+    return Impl("triton", launch, supports)
