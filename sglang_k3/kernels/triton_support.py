@@ -29,9 +29,7 @@ def supports_triton(ctx: OpContext) -> str | None:
     return f"needs a CUDA device of sm_80 or newer, got {ctx.device.type}"
 
 
-def triton_impl(
-    reference: Callable[..., Any], supports: Callable[[OpContext], str | None] = supports_triton
-) -> Impl:
+def triton_impl(reference: Callable[..., Any], supports: Callable[[OpContext], str | None] = supports_triton) -> Impl:
     """The function of the same name in the ``triton_impl.py`` beside ``reference``; the first call imports it.
 
     Args:

@@ -1,0 +1,37 @@
+"""Functions of fp32 for the Triton kernels, as exact as those of torch: to one or two ulp, in the interpreter too.
+
+``tl.exp`` loses a bit for every doubling of its argument, there is no ``tl.tanh``, and ``/`` is not rounded correctly;
+libdevice has better ones, but not for the interpreter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def exp(x):
+    """``exp(x)``: the whole powers of two are taken out first, with ln 2 in two parts so that nothing is lost."""
+    x = tl.where(x > 89.0, 89.0, tl.where(x < -104.0, -104.0, x))  # infinite and zero from here on; NaN stays NaN
+    power = tl.floor(x * 1.4426950408889634 + 0.5)
+    rest = (x - power * 0.693359375) + power * 2.12194440e-4
+    return tl.exp2(rest * 1.4426950408889634) * tl.exp2(power)
+
+
+@triton.jit
+def sigmoid(x):
+    """``1 / (1 + exp(-x))``."""
+    return tl.div_rn(1.0, 1.0 + exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    """``tanh(x)``: an odd polynomial near zero, where ``1 - 2 / (exp(2x) + 1)`` would cancel."""
+    square = x * x
+    series = -5.70498872745e-3 * square + 2.06390887954e-2
+    series = series * square - 5.37397155531e-2
+    series = series * square + 1.33314422036e-1
+    series = series * square - 3.33332819422e-1
+    far = 1.0 - tl.div_rn(2.0, exp(2.0 * tl.abs(x)) + 1.0)
+    return tl.where(tl.abs(x) < 0.625, x + x * square * series, tl.where(x < 0.0, -far, far))

@@ -1,0 +1,182 @@
+"""Every Triton kernel does what the reference of its op does: same results, same pools, row by row the same bits.
+
+With the marker ``gpu`` the kernels run on all cases. Without it Triton's interpreter runs the small ones on the CPU;
+that has to be chosen before Triton is imported, so one test starts this file again in a process of its own.
+"""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sglang_k3.env import triton_interprets
+from sglang_k3.kernels import OPS
+from tests.kit import interpreter
+from tests.kit.compare import assert_bitwise, assert_ulp
+from tests.kit.ops import clone_pool
+from tests.kit.tolerance import MAX_ULP, assert_close
+
+SMALL = 1_000_000  # bytes and operations of a case that the interpreter finishes in about a second
+OPS_IN_TRITON = [op for op in OPS if importlib.import_module(OPS[op]).IMPLS[0].name == "triton"]
+
+# For ops whose rows are independent of each other: the dimension that counts the rows, by argument.
+ROWS = {
+    "attn_merge": {"out_a": 0, "lse_a": 0, "out_b": 0, "lse_b": 0},
+    "depth_mix": {"bank": 1, "prefix_sum": 0},
+    "gated_rms_norm": {"o": 0, "gate": 0},
+    "kda_decode": {"q": 0, "k": 0, "v": 0, "g": 0, "beta": 0, "cache_indices": 0},
+    "kda_gate": {"a": 0},
+    "kv_gather": {"loc": 0, "owner_mask": 0},
+    "rms_norm": {"x": 0},
+    "router_topk": {"x": 0},
+    "short_conv_decode": {"x": 0, "cache_indices": 0},
+    "sigmoid_gate": {"o": 0, "gate": 0},
+    "situ_and_mul": {"gate_up": 0},
+}
+
+
+def cases_of(op):
+    return importlib.import_module(f"{OPS[op]}.cases")
+
+
+def parameter(op, case, *marks):
+    return pytest.param(op, case, id=f"{op}-{case.id}", marks=[getattr(pytest.mark, m) for m in {*case.marks, *marks}])
+
+
+def cases_to_run():
+    """Every case on a GPU, the small ones in the interpreter."""
+    return [
+        parameter(op, case, *(() if triton_interprets() else ("gpu",)))
+        for op in OPS_IN_TRITON
+        for case in cases_of(op).CASES
+        if not triton_interprets() or (not case.marks and sum(cases_of(op).cost(case)) <= SMALL)
+    ]
+
+
+def largest_cases():
+    return [parameter(op, max(cases_of(op).CASES, key=cases_of(op).cost)) for op in OPS_IN_TRITON]
+
+
+def implementations(op):
+    impls = {impl.name: impl.fn for impl in importlib.import_module(OPS[op]).IMPLS}
+    return impls["triton"], impls["reference"]
+
+
+def named(op, inputs):
+    """All arguments by name, the positional ones first."""
+    parameters = inspect.signature(getattr(importlib.import_module(OPS[op]), op)).parameters
+    return {**dict(zip(parameters, inputs.args, strict=False)), **inputs.kwargs}
+
+
+def copied(arguments):
+    """Copies of the same strides, offsets and surroundings."""
+    return {name: clone_pool(value) if torch.is_tensor(value) else value for name, value in arguments.items()}
+
+
+def call(op, fn, arguments):
+    """The results as a tuple; tensors that are options of the op go by keyword."""
+    kinds = inspect.signature(getattr(importlib.import_module(OPS[op]), op)).parameters
+    args = [value for name, value in arguments.items() if kinds[name].kind is not inspect.Parameter.KEYWORD_ONLY]
+    kwargs = {name: value for name, value in arguments.items() if kinds[name].kind is inspect.Parameter.KEYWORD_ONLY}
+    returned = fn(*args, **kwargs)
+    return returned if isinstance(returned, tuple) else () if returned is None else (returned,)
+
+
+def storage(tensor):
+    """Everything that lies in the memory of a tensor, also what its strides leave out."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def assert_agree(actual, expected, numerics, what):
+    """Each may be as far from the exact result as its class allows, so they may be twice as far from each other."""
+    if not actual.is_floating_point():
+        assert_bitwise(actual, expected, what)
+    elif numerics == "ulp":
+        assert_ulp(actual, expected, max_ulp=2 * MAX_ULP[actual.dtype], what=what)
+    else:
+        assert_close(actual, expected, numerics, what)
+
+
+def assert_same_memory(actual, expected, before, numerics, what):
+    """What the reference changed agrees in the class of the op; what it left alone is still there bit for bit."""
+    actual, expected, before = storage(actual), storage(expected), storage(before)
+    changed = (expected != before) & ~(expected.isnan() & before.isnan())
+    assert_bitwise(actual[~changed], before[~changed], f"{what}, outside of what is written")
+    assert_agree(actual[changed], expected[changed], numerics, what)
+
+
+@pytest.fixture(autouse=True)
+def mended_interpreter(monkeypatch):
+    if triton_interprets():
+        interpreter.mend(monkeypatch)
+
+
+@pytest.mark.parametrize(("op", "case"), cases_to_run())
+def test_results_and_memory_are_those_of_the_reference(op, case, device):
+    numerics = cases_of(op).TOLERANCE
+    triton, reference = implementations(op)
+    before = named(op, cases_of(op).make_inputs(case, device))
+    ours, theirs = copied(before), copied(before)
+    actual, expected = call(op, triton, ours), call(op, reference, theirs)
+    assert len(actual) == len(expected)
+    for n, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert_agree(a, e, numerics, f"result {n}")
+    for name, value in before.items():
+        if torch.is_tensor(value):
+            assert_same_memory(ours[name], theirs[name], value, numerics, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "case"), [p for p in cases_to_run() if p.values[0] in ROWS])
+def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(op, case, device):
+    triton, _ = implementations(op)
+    arguments = named(op, cases_of(op).make_inputs(case, device))
+    together = call(op, triton, copied(arguments))
+    for row in range(together[0].shape[0]):
+        alone = {
+            name: value.narrow(dim, row, 1) if (dim := ROWS[op].get(name)) is not None and value is not None else value
+            for name, value in copied(arguments).items()
+        }
+        for n, result in enumerate(call(op, triton, alone)):
+            assert_bitwise(result, together[n][row : row + 1], f"result {n}, row {row}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "case"), largest_cases())
+def test_a_call_can_be_captured_in_a_cuda_graph(op, case, device):
+    triton, _ = implementations(op)
+    before = named(op, cases_of(op).make_inputs(case, device))
+    eager, captured = copied(before), copied(before)
+    expected = call(op, triton, eager)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = call(op, triton, captured)
+    graph.replay()
+    for n, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert_bitwise(a, e, f"result {n}")
+    for name, value in eager.items():
+        if torch.is_tensor(value):
+            assert_bitwise(storage(captured[name]), storage(value), name)
+
+
+@pytest.mark.parametrize("op", OPS_IN_TRITON)
+def test_the_launcher_has_the_signature_of_its_op(op):
+    module = importlib.import_module(OPS[op])
+    launcher = getattr(importlib.import_module(f"{OPS[op]}.triton_impl"), op)
+    assert inspect.signature(launcher) == inspect.signature(getattr(module, op))
+
+
+def test_the_interpreter_agrees_on_the_cpu():
+    chosen = ["-m", "not gpu", "-k", test_results_and_memory_are_those_of_the_reference.__name__]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-2000:]
