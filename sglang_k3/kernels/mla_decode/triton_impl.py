@@ -63,8 +63,6 @@ def mla_decode(
         kv_indptr.stride(0),
         kv_indices.stride(0),
         0 if owner_mask is None else owner_mask.stride(0),
-        sums.stride(),
-        stats.stride(),
         num_heads,
         scale * LOG2_E,
         V=v_dim,
@@ -85,11 +83,8 @@ def mla_decode(
         kv_indptr,
         out,
         lse,
-        sums.stride(),
-        stats.stride(),
         kv_indptr.stride(0),
-        out.stride(),
-        lse.stride(),
+        num_splits,
         V=v_dim,
         BLOCK_N=block_n,
         BLOCK_V=MERGE_V,
@@ -176,8 +171,6 @@ def _attend(
     indptr_stride,
     indices_stride,
     owner_stride,
-    sums_strides,
-    stats_strides,
     num_heads,
     scale_log2,
     V: tl.constexpr,
@@ -230,25 +223,21 @@ def _attend(
         peak, mass, weights, factor = online_softmax(scores, peak, mass)
         total = add_weighted(total * factor[:, None], weights, value)
 
-    sums_rows = sums + b * sums_strides[0] + split * sums_strides[1] + h[:, None].to(tl.int64) * sums_strides[2]
-    tl.store(sums_rows + v[None, :], total, mask=head & (v[None, :] < V))
-    stats_rows = stats + b * stats_strides[0] + split * stats_strides[1] + h.to(tl.int64) * stats_strides[2]
-    tl.store(stats_rows, peak, mask=h < num_heads)
-    tl.store(stats_rows + 1, mass, mask=h < num_heads)
+    rows = (b * tl.num_programs(1) + split) * num_heads + h
+    tl.store(sums + rows[:, None] * V + v[None, :], total, mask=head & (v[None, :] < V))
+    tl.store(stats + rows * 2, peak, mask=h < num_heads)
+    tl.store(stats + rows * 2 + 1, mass, mask=h < num_heads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_split_rows"])
 def _merge(
     sums,
     stats,
     kv_indptr,
     out,
     lse,
-    sums_strides,
-    stats_strides,
     indptr_stride,
-    out_strides,
-    lse_strides,
+    num_split_rows,
     V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -256,6 +245,7 @@ def _merge(
     MAX_SPLITS: tl.constexpr,
 ):
     h = tl.program_id(1)
+    num_heads = tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
     length = tl.load(kv_indptr + (b + 1) * indptr_stride) - tl.load(kv_indptr + b * indptr_stride)
     length = length.to(tl.int32)
@@ -266,11 +256,11 @@ def _merge(
     total = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, num_splits, MERGE_S):
         s = start + tl.arange(0, MERGE_S)
-        stats_rows = stats + b * stats_strides[0] + s * stats_strides[1] + h * stats_strides[2]
-        peaks = tl.load(stats_rows, mask=s < num_splits, other=float("-inf"))
-        masses = tl.load(stats_rows + 1, mask=s < num_splits, other=0.0)
-        sums_rows = sums + b * sums_strides[0] + s[:, None] * sums_strides[1] + h * sums_strides[2]
-        parts = tl.load(sums_rows + v[None, :], mask=(s[:, None] < num_splits) & (v[None, :] < V), other=0.0)
+        rows = (b * num_split_rows + s) * num_heads + h
+        peaks = tl.load(stats + rows * 2, mask=s < num_splits, other=float("-inf"))
+        masses = tl.load(stats + rows * 2 + 1, mask=s < num_splits, other=0.0)
+        mask = (s[:, None] < num_splits) & (v[None, :] < V)
+        parts = tl.load(sums + rows[:, None] * V + v[None, :], mask=mask, other=0.0)
         new_peak = tl.maximum(peak, tl.max(peaks, axis=0))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(peaks - base)
@@ -278,10 +268,7 @@ def _merge(
         mass = mass * factor + tl.sum(weights * masses, axis=0)
         total = total * factor + tl.sum(weights[:, None] * parts, axis=0)
         peak = new_peak
-    tl.store(
-        out + b * out_strides[0] + h * out_strides[1] + v * out_strides[2],
-        tl.where(mass > 0.0, total / mass, 0.0),
-        mask=v < V,
-    )
+    row = b * num_heads + h
+    tl.store(out + row * V + v, tl.where(mass > 0.0, total / mass, 0.0), mask=v < V)
     if tl.program_id(0) == 0:
-        tl.store(lse + b * lse_strides[0] + h * lse_strides[1] + tl.arange(0, 1), (peak + tl.log2(mass)) * LN_2)
+        tl.store(lse + row + tl.arange(0, 1), (peak + tl.log2(mass)) * LN_2)

@@ -88,7 +88,7 @@ def _sequence_of_tile(tile, cu_seqlens, stride, num_seqs, BLOCK_M: tl.constexpr)
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _prefill(
     q,
     k,
