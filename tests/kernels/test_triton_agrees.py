@@ -23,6 +23,21 @@ from tests.kit.tolerance import MAX_ULP, assert_close
 SMALL = 200_000  # bytes and operations of a case that the interpreter finishes in about a tenth of a second
 OPS_IN_TRITON = [op for op in OPS if importlib.import_module(OPS[op]).IMPLS[0].name == "triton"]
 
+# For ops whose rows are independent of each other: the dimension that counts the rows, by argument.
+ROWS = {
+    "attn_merge": {"out_a": 0, "lse_a": 0, "out_b": 0, "lse_b": 0},
+    "depth_mix": {"bank": 1, "prefix_sum": 0},
+    "gated_rms_norm": {"o": 0, "gate": 0},
+    "kda_decode": {"q": 0, "k": 0, "v": 0, "g": 0, "beta": 0, "cache_indices": 0},
+    "kda_gate": {"a": 0},
+    "kv_gather": {"loc": 0, "owner_mask": 0},
+    "rms_norm": {"x": 0},
+    "router_topk": {"x": 0},
+    "short_conv_decode": {"x": 0, "cache_indices": 0},
+    "sigmoid_gate": {"o": 0, "gate": 0},
+    "situ_and_mul": {"gate_up": 0},
+}
+
 
 def cases_of(op):
     return importlib.import_module(f"{OPS[op]}.cases")
@@ -113,6 +128,21 @@ def test_results_and_memory_are_those_of_the_reference(op, case, device):
     for name, value in before.items():
         if torch.is_tensor(value):
             assert_same_memory(ours[name], theirs[name], value, numerics, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "case"), [p for p in cases_to_run() if p.values[0] in ROWS])
+def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(op, case, device):
+    triton, _ = implementations(op)
+    arguments = named(op, cases_of(op).make_inputs(case, device))
+    together = call(op, triton, copied(arguments))
+    for row in range(together[0].shape[0]):
+        alone = {
+            name: value.narrow(dim, row, 1) if (dim := ROWS[op].get(name)) is not None and value is not None else value
+            for name, value in copied(arguments).items()
+        }
+        for n, result in enumerate(call(op, triton, alone)):
+            assert_bitwise(result, together[n][row : row + 1], f"result {n}, row {row}")
 
 
 @pytest.mark.gpu
