@@ -7,6 +7,8 @@ host: the number of blocks has a bound from sizes alone, and programs beyond the
 A byte of a weight holds an even column and its odd neighbour. Activations are laid out as all even columns, then all
 odd ones, so that the low nibbles of a tile meet one half and the high nibbles the other, and nothing is interleaved.
 
+Sizes that change from call to call (blocks, choices) are not specialised, so that each tile is compiled once.
+
 Legend: T tokens, P = T k choices, E experts, M choices of a block, N weight rows of a tile, K contracted columns,
 J = K / 2 bytes of a row, G = K / 32 scales of a row.
 """
@@ -161,9 +163,9 @@ def _plan(topk_ids: Tensor, num_experts: int, expert_offset: int, block: int) ->
     num_pairs = num_tokens * top_k
     # An expert that is hit leaves at most block - 1 places of its last block empty.
     num_blocks = (num_pairs + min(num_pairs, num_experts) * (block - 1)) // block
-    sizes = (num_experts, num_pairs, num_blocks, num_blocks * block)
+    sizes = (num_experts, num_pairs, num_blocks * block, num_blocks)
     memory = torch.full((sum(sizes),), -1, dtype=torch.int32, device=topk_ids.device)
-    last_ranks, ranks, block_experts, block_pairs = memory.split(sizes)
+    last_ranks, ranks, block_pairs, block_experts = memory.split(sizes)
     grid = (triton.cdiv(num_pairs, PLAN_BLOCK),)
     common = (topk_ids, topk_ids.stride(), num_pairs, num_experts, expert_offset, last_ranks, ranks)
     _rank[grid](*common, TOP_K=top_k, BLOCK=PLAN_BLOCK)
@@ -188,7 +190,7 @@ def _local_experts(topk_ids, ids_strides, pairs, inside, num_experts, expert_off
     return local, (local >= 0) & (local < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _rank(
     topk_ids,
     ids_strides,
@@ -207,7 +209,7 @@ def _rank(
     tl.store(ranks + pairs, rank, mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _deal(
     topk_ids,
     ids_strides,
@@ -236,7 +238,7 @@ def _deal(
     tl.store(block_experts + block, local, mask=held & (rank % M == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _expert_linear(
     x,
     weight,

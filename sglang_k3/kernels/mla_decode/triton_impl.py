@@ -1,11 +1,12 @@
 """Triton kernels of ``mla_decode``: split each list of rows, attend per split, then merge the splits.
 
-A program reads the rows of one split once for a tile of heads; the leading part of a row serves the scores and is the
-value. How a list is split depends on its length alone, so a row has the same bits in every batch, and the grid needs
-sizes only: programs beyond the splits of their list end at once. Weights meet 16-bit values as a sum of two 16-bit
-numbers, so that the output keeps the accuracy of fp32.
+A program reads the rows of a split once for a tile of heads; the leading part of a row serves the scores and is the
+value. How a list is split depends on its length alone, so a row has the same bits in every batch. The splits of list
+``b`` are numbered from ``kv_indptr[b] // MIN_SPAN + b`` on, which leaves room for all of them and needs no sums over
+the batch; a fixed number of programs share the numbers, so that nothing waits for the host. Weights meet 16-bit values
+as a sum of two 16-bit numbers, so that the output keeps the accuracy of fp32.
 
-Legend: B sequences, S splits, H heads, V value elements, R = D - V further key elements, N rows of a tile.
+Legend: B sequences, H heads, V value elements, R = D - V further key elements, N rows of a tile.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MANY_HEADS = 32
+PROGRAMS = 264  # two for each multiprocessor of a Hopper GPU
 MAX_SPLITS = 128
 MERGE_V = 128
 MERGE_S = tl.constexpr(16)
@@ -47,10 +49,10 @@ def mla_decode(
     # A longer split saves merging where there are many heads, a shorter one fills the device where there are few.
     head_tiles = triton.cdiv(num_heads, block_h)
     splitting = {"MIN_SPAN": 1024 if num_heads > MANY_HEADS else 512, "MAX_SPLITS": max(1, MAX_SPLITS // head_tiles)}
-    num_splits = max(1, min(splitting["MAX_SPLITS"], triton.cdiv(kv_indices.numel(), splitting["MIN_SPAN"])))
-    sums = torch.empty(num_seqs, num_splits, num_heads, v_dim, device=q.device)
-    stats = torch.empty(num_seqs, num_splits, num_heads, 2, device=q.device)
-    _attend[(head_tiles, num_splits, num_seqs)](
+    num_splits = kv_indices.numel() // splitting["MIN_SPAN"] + num_seqs
+    sums = torch.empty(num_splits, num_heads, v_dim, device=q.device)
+    stats = torch.empty(num_splits, num_heads, 2, device=q.device)
+    _attend[(head_tiles, min(num_splits, triton.cdiv(PROGRAMS, head_tiles)))](
         q,
         kv_pool,
         kv_indptr,
@@ -63,8 +65,7 @@ def mla_decode(
         kv_indptr.stride(0),
         kv_indices.stride(0),
         0 if owner_mask is None else owner_mask.stride(0),
-        sums.stride(),
-        stats.stride(),
+        num_seqs,
         num_heads,
         scale * LOG2_E,
         V=v_dim,
@@ -85,11 +86,7 @@ def mla_decode(
         kv_indptr,
         out,
         lse,
-        sums.stride(),
-        stats.stride(),
         kv_indptr.stride(0),
-        out.stride(),
-        lse.stride(),
         V=v_dim,
         BLOCK_N=block_n,
         BLOCK_V=MERGE_V,
@@ -137,6 +134,20 @@ def online_softmax(scores, peak, mass):
 
 
 @triton.jit
+def sequence_of_slot(slot, offsets, stride, num_seqs, SIZE: tl.constexpr):
+    """The last sequence whose first slot, ``offsets[b] // SIZE + b``, is at most ``slot``."""
+    low = 0
+    high = num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(offsets + middle * stride) // SIZE + middle <= slot:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
 def _span(length, MIN_SPAN: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows of a split of a list of ``length``."""
     return tl.maximum(MIN_SPAN, tl.cdiv(tl.cdiv(length, MAX_SPLITS), BLOCK_N) * BLOCK_N)
@@ -162,7 +173,7 @@ def _slots(
     return tl.load(kv_indices + (begin + n) * indices_stride, mask=seen, other=0).to(tl.int64), seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _attend(
     q,
     kv_pool,
@@ -176,8 +187,7 @@ def _attend(
     indptr_stride,
     indices_stride,
     owner_stride,
-    sums_strides,
-    stats_strides,
+    num_seqs,
     num_heads,
     scale_log2,
     V: tl.constexpr,
@@ -191,50 +201,45 @@ def _attend(
     MIN_SPAN: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    split = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
-    begin = tl.load(kv_indptr + b * indptr_stride).to(tl.int64)
-    length = (tl.load(kv_indptr + (b + 1) * indptr_stride) - begin).to(tl.int32)
-    span = _span(length, MIN_SPAN, MAX_SPLITS, BLOCK_N)
-    first = split * span
-    if first >= length:
-        return
-    last = tl.minimum(first + span, length)
-
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     v = tl.arange(0, BLOCK_V)
     r = tl.arange(0, BLOCK_R)
-    q_rows = q + b * q_strides[0] + h[:, None].to(tl.int64) * q_strides[1]
-    head = h[:, None] < num_heads
-    q_value = tl.load(q_rows + v[None, :] * q_strides[2], mask=head & (v[None, :] < V), other=0.0).to(DOT)
-    if R > 0:
-        q_rest = tl.load(q_rows + (V + r[None, :]) * q_strides[2], mask=head & (r[None, :] < R), other=0.0).to(DOT)
-
-    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK_H], tl.float32)
-    total = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
-    slots, seen = _slots(kv_indices, owner_mask, first, last, begin, indices_stride, owner_stride, BLOCK_N, OWNED)
-    for start in range(first, last, BLOCK_N):
-        rows = kv_pool + slots[:, None] * pool_strides[0]
-        value = tl.load(rows + v[None, :] * pool_strides[1], mask=seen[:, None] & (v[None, :] < V), other=0.0).to(DOT)
-        scores = tl.dot(q_value, tl.trans(value), input_precision="ieee")
-        if R > 0:
-            rest_columns = rows + (V + r[None, :]) * pool_strides[1]
-            rest = tl.load(rest_columns, mask=seen[:, None] & (r[None, :] < R), other=0.0).to(DOT)
-            scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision="ieee")
-        scores = tl.where(seen[None, :], scores * scale_log2, float("-inf"))
-        # The slots of the next tile are known a tile early, so that rows can be fetched several tiles ahead.
-        slots, seen = _slots(
-            kv_indices, owner_mask, start + BLOCK_N, last, begin, indices_stride, owner_stride, BLOCK_N, OWNED
-        )
-        peak, mass, weights, factor = online_softmax(scores, peak, mass)
-        total = add_weighted(total * factor[:, None], weights, value)
-
-    sums_rows = sums + b * sums_strides[0] + split * sums_strides[1] + h[:, None].to(tl.int64) * sums_strides[2]
-    tl.store(sums_rows + v[None, :], total, mask=head & (v[None, :] < V))
-    stats_rows = stats + b * stats_strides[0] + split * stats_strides[1] + h.to(tl.int64) * stats_strides[2]
-    tl.store(stats_rows, peak, mask=h < num_heads)
-    tl.store(stats_rows + 1, mass, mask=h < num_heads)
+    head, in_value, in_rest = h[:, None] < num_heads, v[None, :] < V, r[None, :] < R
+    num_slots = (tl.load(kv_indptr + num_seqs * indptr_stride) // MIN_SPAN).to(tl.int32) + num_seqs
+    for slot in range(tl.program_id(1), num_slots, tl.num_programs(1)):
+        b = sequence_of_slot(slot, kv_indptr, indptr_stride, num_seqs, MIN_SPAN)
+        begin = tl.load(kv_indptr + b * indptr_stride).to(tl.int64)
+        length = (tl.load(kv_indptr + (b + 1) * indptr_stride) - begin).to(tl.int32)
+        span = _span(length, MIN_SPAN, MAX_SPLITS, BLOCK_N)
+        first = (slot - b - (begin // MIN_SPAN).to(tl.int32)) * span
+        last = tl.minimum(first + span, length)
+        q_rows = q + tl.cast(b, tl.int64) * q_strides[0] + h[:, None].to(tl.int64) * q_strides[1]
+        q_value = tl.load(q_rows + v[None, :] * q_strides[2], mask=head & in_value, other=0.0).to(DOT)
+        q_rest = tl.load(q_rows + (V + r[None, :]) * q_strides[2], mask=head & in_rest, other=0.0).to(DOT)
+        peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        mass = tl.zeros([BLOCK_H], tl.float32)
+        total = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+        slots, seen = _slots(kv_indices, owner_mask, first, last, begin, indices_stride, owner_stride, BLOCK_N, OWNED)
+        for start in range(first, last, BLOCK_N):
+            rows = kv_pool + slots[:, None] * pool_strides[0]
+            value = tl.load(rows + v[None, :] * pool_strides[1], mask=seen[:, None] & in_value, other=0.0).to(DOT)
+            scores = tl.dot(q_value, tl.trans(value), input_precision="ieee")
+            if R > 0:
+                rest_columns = rows + (V + r[None, :]) * pool_strides[1]
+                rest = tl.load(rest_columns, mask=seen[:, None] & in_rest, other=0.0).to(DOT)
+                scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision="ieee")
+            scores = tl.where(seen[None, :], scores * scale_log2, float("-inf"))
+            # The slots of the next tile are known a tile early, so that rows can be fetched several tiles ahead.
+            slots, seen = _slots(
+                kv_indices, owner_mask, start + BLOCK_N, last, begin, indices_stride, owner_stride, BLOCK_N, OWNED
+            )
+            peak, mass, weights, factor = online_softmax(scores, peak, mass)
+            total = add_weighted(total * factor[:, None], weights, value)
+        if first < length:
+            out_rows = tl.cast(slot, tl.int64) * num_heads + h
+            tl.store(sums + out_rows[:, None] * V + v[None, :], total, mask=head & in_value)
+            tl.store(stats + out_rows * 2, peak, mask=h < num_heads)
+            tl.store(stats + out_rows * 2 + 1, mass, mask=h < num_heads)
 
 
 @triton.jit
@@ -244,11 +249,7 @@ def _merge(
     kv_indptr,
     out,
     lse,
-    sums_strides,
-    stats_strides,
     indptr_stride,
-    out_strides,
-    lse_strides,
     V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -256,9 +257,11 @@ def _merge(
     MAX_SPLITS: tl.constexpr,
 ):
     h = tl.program_id(1)
+    num_heads = tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
-    length = tl.load(kv_indptr + (b + 1) * indptr_stride) - tl.load(kv_indptr + b * indptr_stride)
-    length = length.to(tl.int32)
+    begin = tl.load(kv_indptr + b * indptr_stride)
+    length = (tl.load(kv_indptr + (b + 1) * indptr_stride) - begin).to(tl.int32)
+    first_slot = begin // MIN_SPAN + b
     num_splits = tl.cdiv(length, _span(length, MIN_SPAN, MAX_SPLITS, BLOCK_N))
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     peak = tl.full([1], float("-inf"), tl.float32)
@@ -266,11 +269,11 @@ def _merge(
     total = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, num_splits, MERGE_S):
         s = start + tl.arange(0, MERGE_S)
-        stats_rows = stats + b * stats_strides[0] + s * stats_strides[1] + h * stats_strides[2]
-        peaks = tl.load(stats_rows, mask=s < num_splits, other=float("-inf"))
-        masses = tl.load(stats_rows + 1, mask=s < num_splits, other=0.0)
-        sums_rows = sums + b * sums_strides[0] + s[:, None] * sums_strides[1] + h * sums_strides[2]
-        parts = tl.load(sums_rows + v[None, :], mask=(s[:, None] < num_splits) & (v[None, :] < V), other=0.0)
+        rows = (first_slot + s) * num_heads + h
+        peaks = tl.load(stats + rows * 2, mask=s < num_splits, other=float("-inf"))
+        masses = tl.load(stats + rows * 2 + 1, mask=s < num_splits, other=0.0)
+        mask = (s[:, None] < num_splits) & (v[None, :] < V)
+        parts = tl.load(sums + rows[:, None] * V + v[None, :], mask=mask, other=0.0)
         new_peak = tl.maximum(peak, tl.max(peaks, axis=0))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(peaks - base)
@@ -278,10 +281,7 @@ def _merge(
         mass = mass * factor + tl.sum(weights * masses, axis=0)
         total = total * factor + tl.sum(weights[:, None] * parts, axis=0)
         peak = new_peak
-    tl.store(
-        out + b * out_strides[0] + h * out_strides[1] + v * out_strides[2],
-        tl.where(mass > 0.0, total / mass, 0.0),
-        mask=v < V,
-    )
+    row = b * num_heads + h
+    tl.store(out + row * V + v, tl.where(mass > 0.0, total / mass, 0.0), mask=v < V)
     if tl.program_id(0) == 0:
-        tl.store(lse + b * lse_strides[0] + h * lse_strides[1] + tl.arange(0, 1), (peak + tl.log2(mass)) * LN_2)
+        tl.store(lse + row + tl.arange(0, 1), (peak + tl.log2(mass)) * LN_2)

@@ -15,7 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_k3.kernels.mla_decode.triton_impl import LN_2, LOG2_E, add_weighted, dot_dtype, online_softmax
+from sglang_k3.kernels.mla_decode.triton_impl import (
+    LN_2,
+    LOG2_E,
+    add_weighted,
+    dot_dtype,
+    online_softmax,
+    sequence_of_slot,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,21 +81,7 @@ def mla_prefill(
     return out, lse
 
 
-@triton.jit
-def _sequence_of_tile(tile, cu_seqlens, stride, num_seqs, BLOCK_M: tl.constexpr):
-    """The last sequence ``b`` whose first tile, ``cu_seqlens[b] // BLOCK_M + b``, is at most ``tile``."""
-    low = 0
-    high = num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(cu_seqlens + middle * stride) // BLOCK_M + middle <= tile:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _prefill(
     q,
     k,
@@ -119,7 +112,7 @@ def _prefill(
 ):
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the last tiles take longest
     h = tl.program_id(1).to(tl.int64)
-    b = _sequence_of_tile(tile, cu_seqlens_q, cu_q_stride, num_seqs, BLOCK_M)
+    b = sequence_of_slot(tile, cu_seqlens_q, cu_q_stride, num_seqs, BLOCK_M)
     q_begin = tl.load(cu_seqlens_q + b * cu_q_stride)
     num_q = (tl.load(cu_seqlens_q + (b + 1) * cu_q_stride) - q_begin).to(tl.int32)
     first = ((tile - b - q_begin // BLOCK_M) * BLOCK_M).to(tl.int32)

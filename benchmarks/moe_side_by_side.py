@@ -1,0 +1,128 @@
+"""How long the routed experts of one K3 layer take: our kernels on the 4-bit weights, cuBLAS on bf16 ones, the floor.
+
+    python benchmarks/moe_side_by_side.py                      # one GPU of 141 GB, a few minutes
+    python benchmarks/moe_side_by_side.py --tokens 1 16 --routing collapsed
+
+All 896 experts at full size. ``collapsed``: every token chooses the same 16 experts; ``distinct``: the choices go round
+all experts, so that as many as possible are hit. Timed as in ``kernels.py``. The dense line is two batched products
+and the activation on bf16 weights of the experts that are hit, with the tokens already sorted: what a layer costs
+without 4-bit weights, without counting how tokens get to their experts and back.
+
+The floor is the larger of the bytes of the experts that are hit (4.25 bits a weight), with input and output, over
+bandwidth, and operations over peak. Rows go to ``benchmarks/results/moe.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import torch
+from kernel_sizes import EXPERT_WIDTH, EXPERTS, LATENT, TOP_K
+from kernels import BYTES_PER_US, CALLS, FLUSH_BYTES, OPERATIONS_PER_US, REPLAYS, captured, median_us
+from rows import Row, save
+from torch import Tensor
+
+from sglang_k3.kernels import OpContext, bind
+
+BF16 = torch.bfloat16
+ACTIVATION = {"beta": 4.0, "linear_beta": 25.0}
+EXPERT_ELEMENTS = 3 * LATENT * EXPERT_WIDTH
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 8192])
+    parser.add_argument("--routing", nargs="+", choices=("collapsed", "distinct"), default=["collapsed", "distinct"])
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    weights = packed_experts()
+    command = " ".join(["python benchmarks/moe_side_by_side.py", *sys.argv[1:]])
+    print(f"{'case':<36} {'us':>10} {'floor':>10} {'ratio':>7}", flush=True)
+    for routing in args.routing:
+        for tokens in args.tokens:
+            ids = choices(routing, tokens)
+            hit = ids.unique().numel()
+            floor = floor_us(tokens, hit)
+            for name, call in (("triton", ours(weights, ids)), ("dense-bf16", dense(tokens, hit))):
+                row = Row(
+                    case=f"latent_experts/{routing}-{tokens}/{name}",
+                    metric="us",
+                    value=round(time_us(call), 2),
+                    unit="us",
+                    baseline=round(floor, 2),
+                    command=command,
+                )
+                print(f"{row.case:<36} {row.value:>10.2f} {floor:>10.2f} {row.value / floor:>7.2f}", flush=True)
+                save("moe", [row])
+                del call
+                torch.cuda.empty_cache()
+
+
+def packed_experts() -> dict[str, Tensor]:
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
+
+    return {
+        "w13": draw(0, 256, EXPERTS, 2 * EXPERT_WIDTH, LATENT // 2),
+        "w2": draw(0, 256, EXPERTS, LATENT, EXPERT_WIDTH // 2),
+        "w13_scale": draw(116, 121, EXPERTS, 2 * EXPERT_WIDTH, LATENT // 32),
+        "w2_scale": draw(116, 121, EXPERTS, LATENT, EXPERT_WIDTH // 32),
+    }
+
+
+def choices(routing: str, tokens: int) -> Tensor:
+    """Expert ids ``[T, k]``."""
+    order = torch.randperm(EXPERTS, device="cuda", dtype=torch.int32)
+    if routing == "collapsed":
+        return order[:TOP_K].repeat(tokens, 1)
+    return order[torch.arange(tokens * TOP_K, device="cuda") % EXPERTS].view(tokens, TOP_K)
+
+
+def floor_us(tokens: int, hit: int) -> float:
+    num_bytes = hit * EXPERT_ELEMENTS * 17 // 32 + 2 * tokens * LATENT * BF16.itemsize
+    return max(num_bytes / BYTES_PER_US, 2 * tokens * TOP_K * EXPERT_ELEMENTS / OPERATIONS_PER_US)
+
+
+def ours(weights: dict[str, Tensor], ids: Tensor) -> Callable[[], Tensor]:
+    z = torch.randn(len(ids), LATENT, dtype=BF16, device="cuda")
+    topk_weights = torch.rand(ids.shape, device="cuda") / TOP_K
+    fn = bind("latent_experts", OpContext.of(z))
+    scales = {name: weights[name] for name in ("w13_scale", "w2_scale")}
+    return lambda: fn(z, topk_weights, ids, weights["w13"], weights["w2"], **scales, **ACTIVATION)
+
+
+def dense(tokens: int, hit: int) -> Callable[[], Tensor]:
+    """As many rows for each expert that is hit, rounded up."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=BF16, device="cuda").normal_(std=shape[-1] ** -0.5)
+
+    rows = draw(hit, -(-tokens * TOP_K // hit), LATENT)
+    w13, w2 = draw(hit, 2 * EXPERT_WIDTH, LATENT), draw(hit, LATENT, EXPERT_WIDTH)
+    situ_and_mul = bind("situ_and_mul", OpContext.of(rows))
+
+    def call() -> Tensor:
+        gate_up = torch.bmm(rows, w13.transpose(1, 2))
+        hidden = situ_and_mul(gate_up.flatten(0, 1), **ACTIVATION)
+        return torch.bmm(hidden.view(hit, -1, EXPERT_WIDTH), w2.transpose(1, 2))
+
+    return call
+
+
+def time_us(call: Callable[[], Tensor]) -> float:
+    flushed = torch.zeros(FLUSH_BYTES // 4, device="cuda")
+
+    def flush() -> None:
+        flushed.amax()
+
+    flush()
+    call()  # compiles
+    with_calls, without = captured(lambda: (flush(), call())), captured(flush)
+    assert with_calls is not None and without is not None, "a call waits for the device"
+    return (median_us(with_calls.replay, REPLAYS) - median_us(without.replay, REPLAYS)) / CALLS
+
+
+if __name__ == "__main__":
+    main()
