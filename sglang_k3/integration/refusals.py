@@ -77,7 +77,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("dp_size", _ONE, _PLUGINS, "Start one server per replica."),
     Refusal("dcp_size", _ONE, "decode context parallelism is not implemented yet"),
     Refusal("attn_cp_size", _ONE, "context parallelism is not implemented yet"),
-    Refusal("pp_size", _ONE, "pipeline parallelism has not been tested yet", "Use --tp-size or --ep-size."),
     Refusal("enable_lora", _UNSET, "adapters are not implemented yet"),
     Refusal("lora_paths", _UNSET, "adapters are not implemented yet"),
     Refusal(
