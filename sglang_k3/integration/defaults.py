@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.utils import get_device
 
 from sglang_k3.checkpoint.audit import audit_folder, read_config
@@ -76,6 +77,7 @@ def fill_defaults(args: K3ServerArgs) -> None:
     if Path(args.model_path).is_dir():
         config = K3Config.from_dict(with_overrides(read_config(Path(args.model_path)), _overrides(args)))
         check_splits(config, tp_size=args.tp_size, ep_size=args.ep_size)
+        check_stages(config.num_hidden_layers, args.pp_size)
         if on_cpu:
             _size_cpu_pools(args, config)
 
@@ -110,6 +112,23 @@ def check_splits(config: K3Config, *, tp_size: int, ep_size: int) -> None:
             works = max(n for n in range(1, ranks + 1) if size % (n * unit) == 0)
             of_unit = f" in parts of {unit}" if unit > 1 else ""
             raise ConfigError(f"{flag} gives {ranks} ranks, but {name} = {size} divides{of_unit} over {works} at most.")
+
+
+def check_stages(num_layers: int, pp_size: int) -> None:
+    """Whether every pipeline stage gets a layer, by the host's rule or by ``SGLANG_PP_LAYER_PARTITION``.
+
+    Raises:
+        ConfigError: says what is wrong, and what works.
+    """
+    if pp_size > num_layers:
+        raise ConfigError(f"--pp-size {pp_size} is more than the model's {num_layers} layers. Use fewer stages.")
+    remedy = f"Name {pp_size} numbers of layers that add up to {num_layers}, or unset it."
+    try:
+        sizes = [end - first for first, end in (get_pp_indices(num_layers, rank, pp_size) for rank in range(pp_size))]
+    except ValueError as error:
+        raise ConfigError(f"SGLANG_PP_LAYER_PARTITION does not fit --pp-size {pp_size}: {error} {remedy}") from None
+    if min(sizes) < 1:
+        raise ConfigError(f"SGLANG_PP_LAYER_PARTITION leaves a stage without a layer: {sizes}. {remedy}")
 
 
 def _overrides(args: K3ServerArgs) -> dict[str, Any]:
@@ -154,7 +173,14 @@ def _fit_grid(args: K3ServerArgs) -> None:
             f"--mamba-track-interval {args.mamba_track_interval} is not a multiple of {grid}, the grid on which states "
             f"are kept: use {max(1, round(args.mamba_track_interval / grid)) * grid}."
         )
-    if args.mamba_radix_cache_strategy == "no_buffer" and not (args.disable_overlap_schedule and page == 1):
+    # The host schedules pipeline stages without overlap.
+    overlaps = not args.disable_overlap_schedule and args.pp_size == 1
+    if args.mamba_radix_cache_strategy == "extra_buffer_lazy" and not overlaps:
+        raise ConfigError(
+            "--mamba-radix-cache-strategy extra_buffer_lazy needs the overlap schedule, which "
+            "--disable-overlap-schedule and --pp-size above 1 switch off: use extra_buffer, which then takes as little."
+        )
+    if args.mamba_radix_cache_strategy == "no_buffer" and (overlaps or page > 1):
         raise ConfigError(
             "--mamba-radix-cache-strategy no_buffer needs --disable-overlap-schedule and --page-size 1. "
             "Give both, or leave the strategy out."

@@ -137,6 +137,14 @@ SEAMS: tuple[Seam, ...] = (
         function="install_scheduler",
     ),
     Seam(
+        name="pools of a stage",
+        targets=("sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",),
+        why="the host divides by the bytes of a token's rows, which are none in a pipeline stage without an MLA layer",
+        until="a check for zero there",
+        scope="scheduler",
+        module="seam_pools",
+    ),
+    Seam(
         name="CPU",
         targets=(
             "sglang.srt.utils.common.support_triton",

@@ -100,17 +100,12 @@ class KimiK3Model(nn.Module):
             prefix_sum = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
             return prefix_sum, ResidualBank.empty(max_rows, prefix_sum)
         assert pp_proxy_tensors is not None, "a later pipeline stage needs the earlier one's tensors"
-        packed = pp_proxy_tensors["hidden_states"].unflatten(-1, (-1, self.config.hidden_size))
-        prefix_sum, *rows = packed.unbind(1)
-        bank = ResidualBank.empty(max_rows, prefix_sum)
-        for row in rows:
-            bank.append(row)
-        return prefix_sum, bank
+        packed = pp_proxy_tensors["hidden_states"].unflatten(-1, (-1, self.config.hidden_size)).transpose(0, 1)
+        return packed[0].contiguous(), ResidualBank.holding(packed[1:], max_rows)
 
     def _hand_over(self, prefix_sum: torch.Tensor, bank: ResidualBank) -> PPProxyTensors:
-        """``[prefix_sum, bank rows]`` side by side in one tensor ``[T, (N + 1) D]``."""
-        packed = torch.cat([prefix_sum.unsqueeze(0), bank.rows]).transpose(0, 1).flatten(1)
-        return PPProxyTensors({"hidden_states": packed})
+        """``[prefix_sum, bank rows]`` side by side in one tensor ``[T, (N + 1) D]``: the host cuts along tokens."""
+        return PPProxyTensors({"hidden_states": torch.stack([prefix_sum, *bank.rows], dim=1).flatten(1)})
 
 
 class KimiK3ForConditionalGeneration(nn.Module):
