@@ -55,6 +55,7 @@ def fill_defaults(args: K3ServerArgs) -> None:
         ConfigError: an option does not work with K3, or not with this model's sizes.
     """
     refuse_unsupported(args)
+    _check_data_parallel(args)
     if args.device is None:
         args.device = _device_of_this_machine()
     on_cpu = args.device == "cpu"
@@ -76,13 +77,30 @@ def fill_defaults(args: K3ServerArgs) -> None:
     args.disable_cuda_graph = True
     if Path(args.model_path).is_dir():
         config = K3Config.from_dict(with_overrides(read_config(Path(args.model_path)), _overrides(args)))
-        check_splits(config, tp_size=args.tp_size, ep_size=args.ep_size)
+        check_splits(config, tp_size=args.tp_size, ep_size=args.ep_size, dp_size=args.dp_size)
+        if args.enable_dp_attention and config.tie_word_embeddings and not args.enable_dp_lm_head:
+            raise ConfigError(
+                "--enable-dp-attention keeps all embeddings on each rank, and tied ones are the head too: "
+                "give --enable-dp-lm-head."
+            )
         check_stages(config.num_hidden_layers, args.pp_size)
         if on_cpu:
             _size_cpu_pools(args, config)
 
 
-def check_splits(config: K3Config, *, tp_size: int, ep_size: int) -> None:
+def _check_data_parallel(args: K3ServerArgs) -> None:
+    if args.dp_size > 1 and not args.enable_dp_attention:
+        raise ConfigError(f"--dp-size {args.dp_size} needs --enable-dp-attention with K3, or one server per replica.")
+    if args.enable_dp_attention and args.dp_size != args.tp_size:
+        raise ConfigError(
+            f"--enable-dp-attention splits requests over all ranks of K3: give --dp-size {args.tp_size}, "
+            f"as --tp-size, instead of {args.dp_size}."
+        )
+    if args.enable_dp_attention and args.pp_size > 1:
+        raise ConfigError("--enable-dp-attention has not been tested with --pp-size. Leave one of them out.")
+
+
+def check_splits(config: K3Config, *, tp_size: int, ep_size: int, dp_size: int) -> None:
     """Whether every width of a model divides over the ranks.
 
     Raises:
@@ -92,10 +110,10 @@ def check_splits(config: K3Config, *, tp_size: int, ep_size: int) -> None:
         raise ConfigError(
             f"--ep-size {ep_size} must divide --tp-size {tp_size}: experts are split over the same ranks."
         )
-    moe_tp = tp_size // ep_size
+    moe_tp, attn_tp = tp_size // ep_size, tp_size // dp_size
     sizes = (
-        ("linear_attn_config.num_heads", config.kda.num_heads, tp_size, "--tp-size", 1),
-        ("num_attention_heads", config.mla.num_heads, tp_size, "--tp-size", 1),
+        ("linear_attn_config.num_heads", config.kda.num_heads, attn_tp, "--tp-size", 1),
+        ("num_attention_heads", config.mla.num_heads, attn_tp, "--tp-size", 1),
         ("intermediate_size", config.intermediate_size, tp_size, "--tp-size", 1),
         ("shared expert width", config.moe.shared_intermediate_size, tp_size, "--tp-size", 1),
         ("num_experts", config.moe.num_experts, ep_size, "--ep-size", 1),

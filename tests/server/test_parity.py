@@ -39,6 +39,12 @@ FULL = [
         flags=("--pp-size", "2", "--page-size", "16", "--chunked-prefill-size", "64"),
     ),
     Configuration("tp2-pp2", flags=("--tp-size", "2", "--ep-size", "2", "--pp-size", "2")),
+    # Each rank has a cache of its own, and a prompt that comes again goes to the other.
+    Configuration(
+        "dp2-ep2",
+        flags=("--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+        grid=0,
+    ),
     Configuration("tp2-ep2", flags=("--tp-size", "2", "--ep-size", "2")),
     Configuration("tp2-bf16-experts", experts="bf16", flags=("--tp-size", "2")),
     Configuration("page-64", flags=("--page-size", "64", "--chunked-prefill-size", "128")),

@@ -101,7 +101,12 @@ def test_a_misspelt_name_is_refused() -> None:
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk does not.*state snapshots"),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM.*rolled back"),
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2.*without loading plugins"),
-        ({"dp_size": 2}, "--dp-size 2.*Start one server per replica"),
+        ({"dp_size": 2}, "--dp-size 2 needs --enable-dp-attention"),
+        ({"tp_size": 2, "ep_size": 2, "enable_dp_attention": True}, "give --dp-size 2, as --tp-size, instead of 1"),
+        (
+            {"tp_size": 2, "ep_size": 2, "dp_size": 2, "enable_dp_attention": True, "pp_size": 2},
+            "--enable-dp-attention has not been tested with --pp-size",
+        ),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3.*not quantised"),
         ({"mamba_track_interval": 100}, "--mamba-track-interval 100 is not a multiple of 64.*use 128"),
         ({"page_size": 24}, "--page-size 24 must divide 64"),
