@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.server_args import ServerArgs
 from torch import Tensor
 
 from sglang_k3.models.text import data_parallel
@@ -23,8 +24,14 @@ def attention_is_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{module}.is_dp_attention_enabled", lambda: True)
 
 
+@pytest.mark.parametrize("head_by_attention_rank", [False, True])
 @pytest.mark.usefixtures("attention_is_data_parallel")
-def test_a_rank_holds_all_of_attention_and_its_part_of_the_rest() -> None:
+def test_a_rank_holds_all_of_attention_and_its_part_of_the_rest(
+    head_by_attention_rank: bool, server_args: ServerArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is the user's choice: ``--enable-dp-lm-head``."""
+    args = SimpleNamespace(**vars(server_args) | {"enable_dp_lm_head": head_by_attention_rank})
+    monkeypatch.setattr("sglang.srt.layers.logits_processor.get_server_args", lambda: args)
     tiny = tiny_k3()
     whole, parts = state_of(tiny.build()), []
     for rank in range(2):
@@ -39,7 +46,7 @@ def test_a_rank_holds_all_of_attention_and_its_part_of_the_rest() -> None:
     shared = ("gate_up_proj.weight", "down_proj.weight")
     experts = (".w13", ".w2", ".w13_scale", ".w2_scale")
     of_mlps = {n for n in whole if ".mlp." in n and n.endswith(shared + experts) and "routed_expert" not in n}
-    assert split == of_mlps | {"lm_head.weight"}
+    assert split == of_mlps | (set() if head_by_attention_rank else {"lm_head.weight"})
     for name in whole.keys() - split:
         assert_bitwise(parts[0][name].data, parts[1][name].data, name)
 

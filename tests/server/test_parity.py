@@ -45,6 +45,16 @@ FULL = [
         flags=("--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention"),
         grid=0,
     ),
+    Configuration(
+        "dp2-odd-head-chunk-64",
+        preset="odd",
+        experts="bf16",
+        flags=(
+            *("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head"),
+            *("--page-size", "16", "--chunked-prefill-size", "128"),  # the host divides the chunk by the ranks
+        ),
+        grid=0,
+    ),
     Configuration("tp2-ep2", flags=("--tp-size", "2", "--ep-size", "2")),
     Configuration("tp2-bf16-experts", experts="bf16", flags=("--tp-size", "2")),
     Configuration("page-64", flags=("--page-size", "64", "--chunked-prefill-size", "128")),

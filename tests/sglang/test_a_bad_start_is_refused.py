@@ -147,6 +147,15 @@ def test_stages_that_do_not_make_the_model_are_refused(
         start(checkpoint, device="cpu", pp_size=2)
 
 
+def test_tied_embeddings_are_a_head_that_each_rank_has_whole(checkpoint: Path) -> None:
+    edit_tensor(checkpoint, "lm_head.weight", lambda tensors, name: tensors.pop(name))
+    ranks = {"tp_size": 2, "ep_size": 2, "dp_size": 2, "enable_dp_attention": True}
+    tied = '{"text_config": {"tie_word_embeddings": true}}'
+    with pytest.raises(K3Error, match="tied ones are the head too: give --enable-dp-lm-head"):
+        start(checkpoint, device="cpu", json_model_override_args=tied, **ranks)
+    start(checkpoint, device="cpu", json_model_override_args=tied, enable_dp_lm_head=True, **ranks)
+
+
 def test_every_refusal_names_a_field_whose_default_works() -> None:
     from sglang.srt.server_args import ServerArgs
 

@@ -23,7 +23,7 @@ def over_all_requests(
     if not is_dp_attention_enabled():
         return mlp(x)
     gathered = x.new_empty(forward_batch.global_dp_buffer_len, *x.shape[1:])
-    dp_gather_replicate(gathered, x.contiguous(), forward_batch)
+    dp_gather_replicate(gathered, x, forward_batch)
     own = torch.empty_like(x)
     dp_scatter(own, mlp(gathered), forward_batch)
     return own
