@@ -6,6 +6,7 @@ They only carry what the host reads by attribute; everything this package comput
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from sglang.srt.configs.mamba_utils import (
@@ -14,10 +15,31 @@ from sglang.srt.configs.mamba_utils import (
     Mamba2StateDType,
     mamba2_state_dtype,
 )
+from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.runtime_context import get_parallel
 from transformers import PretrainedConfig
 
 from sglang_k3.config import MODEL_TYPE, K3Config, with_overrides
+
+
+@dataclasses.dataclass(kw_only=True, frozen=True)
+class K3CacheParams(KimiLinearCacheParams):
+    """State shapes of one rank.
+
+    Attributes:
+        num_charged_layers: KDA layers of the pipeline stage that has most of them.
+    """
+
+    num_charged_layers: int
+
+    @property
+    def mamba_cache_per_req(self) -> int:
+        """Bytes of one state slot on the largest stage, from which all stages work out the same number of slots.
+
+        The host would charge every stage for the states of the whole model, and leave that memory unused.
+        """
+        bytes_per_layer: int = super().mamba_cache_per_req // len(self.layers)
+        return bytes_per_layer * self.num_charged_layers
 
 
 class K3TextHFConfig(PretrainedConfig):
@@ -43,9 +65,11 @@ class K3TextHFConfig(PretrainedConfig):
         return list(self.k3.kda_layers)
 
     @property
-    def mamba2_cache_params(self) -> KimiLinearCacheParams:
+    def mamba2_cache_params(self) -> K3CacheParams:
         """State shapes of this rank; the host reads it once the parallel groups exist."""
-        kda = self.k3.kda
+        kda, layers, pp_size = self.k3.kda, self.linear_layer_ids, get_parallel().pp_size
+        stages = (get_pp_indices(self.num_hidden_layers, rank, pp_size) for rank in range(pp_size))
+        charged = max(sum(first <= layer < end for layer in layers) for first, end in stages)
         shape = KimiLinearStateShape.create(
             tp_world_size=get_parallel().attn_tp_size,
             num_heads=kda.num_heads,
@@ -53,7 +77,7 @@ class K3TextHFConfig(PretrainedConfig):
             conv_kernel_size=kda.short_conv_kernel_size,
         )
         dtype: Mamba2StateDType = mamba2_state_dtype(self)
-        return KimiLinearCacheParams(shape=shape, layers=self.linear_layer_ids, dtype=dtype)
+        return K3CacheParams(shape=shape, layers=layers, dtype=dtype, num_charged_layers=charged)
 
 
 class K3HFConfig(PretrainedConfig):

@@ -70,6 +70,10 @@ class K3MLABackend(AttentionBackend):
         self.attn_merge = bind("attn_merge", context)
         self.metadata = MLAMetadata()
 
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The host's length of a request that only pads a batch: attention over no row is not defined."""
+        return 1
+
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.forward_mode.is_decode_or_idle():
             kv_indices, kv_indptr = self._rows(

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.utils import get_device
 
 from sglang_k3.checkpoint.audit import audit_folder, read_config
@@ -54,6 +55,7 @@ def fill_defaults(args: K3ServerArgs) -> None:
         ConfigError: an option does not work with K3, or not with this model's sizes.
     """
     refuse_unsupported(args)
+    _check_data_parallel(args)
     if args.device is None:
         args.device = _device_of_this_machine()
     on_cpu = args.device == "cpu"
@@ -75,12 +77,30 @@ def fill_defaults(args: K3ServerArgs) -> None:
     args.disable_cuda_graph = True
     if Path(args.model_path).is_dir():
         config = K3Config.from_dict(with_overrides(read_config(Path(args.model_path)), _overrides(args)))
-        check_splits(config, tp_size=args.tp_size, ep_size=args.ep_size)
+        check_splits(config, tp_size=args.tp_size, ep_size=args.ep_size, dp_size=args.dp_size)
+        if args.enable_dp_attention and config.tie_word_embeddings and not args.enable_dp_lm_head:
+            raise ConfigError(
+                "--enable-dp-attention keeps all embeddings on each rank, and tied ones are the head too: "
+                "give --enable-dp-lm-head."
+            )
+        check_stages(config.num_hidden_layers, args.pp_size)
         if on_cpu:
             _size_cpu_pools(args, config)
 
 
-def check_splits(config: K3Config, *, tp_size: int, ep_size: int) -> None:
+def _check_data_parallel(args: K3ServerArgs) -> None:
+    if args.dp_size > 1 and not args.enable_dp_attention:
+        raise ConfigError(f"--dp-size {args.dp_size} needs --enable-dp-attention with K3, or one server per replica.")
+    if args.enable_dp_attention and args.dp_size != args.tp_size:
+        raise ConfigError(
+            f"--enable-dp-attention splits requests over all ranks of K3: give --dp-size {args.tp_size}, "
+            f"as --tp-size, instead of {args.dp_size}."
+        )
+    if args.enable_dp_attention and args.pp_size > 1:
+        raise ConfigError("--enable-dp-attention has not been tested with --pp-size. Leave one of them out.")
+
+
+def check_splits(config: K3Config, *, tp_size: int, ep_size: int, dp_size: int) -> None:
     """Whether every width of a model divides over the ranks.
 
     Raises:
@@ -90,10 +110,10 @@ def check_splits(config: K3Config, *, tp_size: int, ep_size: int) -> None:
         raise ConfigError(
             f"--ep-size {ep_size} must divide --tp-size {tp_size}: experts are split over the same ranks."
         )
-    moe_tp = tp_size // ep_size
+    moe_tp, attn_tp = tp_size // ep_size, tp_size // dp_size
     sizes = (
-        ("linear_attn_config.num_heads", config.kda.num_heads, tp_size, "--tp-size", 1),
-        ("num_attention_heads", config.mla.num_heads, tp_size, "--tp-size", 1),
+        ("linear_attn_config.num_heads", config.kda.num_heads, attn_tp, "--tp-size", 1),
+        ("num_attention_heads", config.mla.num_heads, attn_tp, "--tp-size", 1),
         ("intermediate_size", config.intermediate_size, tp_size, "--tp-size", 1),
         ("shared expert width", config.moe.shared_intermediate_size, tp_size, "--tp-size", 1),
         ("num_experts", config.moe.num_experts, ep_size, "--ep-size", 1),
@@ -110,6 +130,23 @@ def check_splits(config: K3Config, *, tp_size: int, ep_size: int) -> None:
             works = max(n for n in range(1, ranks + 1) if size % (n * unit) == 0)
             of_unit = f" in parts of {unit}" if unit > 1 else ""
             raise ConfigError(f"{flag} gives {ranks} ranks, but {name} = {size} divides{of_unit} over {works} at most.")
+
+
+def check_stages(num_layers: int, pp_size: int) -> None:
+    """Whether every pipeline stage gets a layer, by the host's rule or by ``SGLANG_PP_LAYER_PARTITION``.
+
+    Raises:
+        ConfigError: says what is wrong, and what works.
+    """
+    if pp_size > num_layers:
+        raise ConfigError(f"--pp-size {pp_size} is more than the model's {num_layers} layers. Use fewer stages.")
+    remedy = f"Name {pp_size} numbers of layers that add up to {num_layers}, or unset it."
+    try:
+        sizes = [end - first for first, end in (get_pp_indices(num_layers, rank, pp_size) for rank in range(pp_size))]
+    except ValueError as error:
+        raise ConfigError(f"SGLANG_PP_LAYER_PARTITION does not fit --pp-size {pp_size}: {error} {remedy}") from None
+    if min(sizes) < 1:
+        raise ConfigError(f"SGLANG_PP_LAYER_PARTITION leaves a stage without a layer: {sizes}. {remedy}")
 
 
 def _overrides(args: K3ServerArgs) -> dict[str, Any]:
@@ -154,7 +191,14 @@ def _fit_grid(args: K3ServerArgs) -> None:
             f"--mamba-track-interval {args.mamba_track_interval} is not a multiple of {grid}, the grid on which states "
             f"are kept: use {max(1, round(args.mamba_track_interval / grid)) * grid}."
         )
-    if args.mamba_radix_cache_strategy == "no_buffer" and not (args.disable_overlap_schedule and page == 1):
+    # The host schedules pipeline stages without overlap.
+    overlaps = not args.disable_overlap_schedule and args.pp_size == 1
+    if args.mamba_radix_cache_strategy == "extra_buffer_lazy" and not overlaps:
+        raise ConfigError(
+            "--mamba-radix-cache-strategy extra_buffer_lazy needs the overlap schedule, which "
+            "--disable-overlap-schedule and --pp-size above 1 switch off: use extra_buffer, which then takes as little."
+        )
+    if args.mamba_radix_cache_strategy == "no_buffer" and (overlaps or page > 1):
         raise ConfigError(
             "--mamba-radix-cache-strategy no_buffer needs --disable-overlap-schedule and --page-size 1. "
             "Give both, or leave the strategy out."

@@ -14,7 +14,7 @@ MODEL_PACKAGE = "sglang_k3.models"
 _ours: dict[str, str] = {}
 
 
-def set_for_k3(*, run_dtype: str, device: str, num_ranks: int) -> None:
+def set_for_k3(*, run_dtype: str, device: str, tp_size: int, pp_size: int) -> None:
     """Set what the host reads for a K3 server.
 
     Raises:
@@ -31,19 +31,20 @@ def set_for_k3(*, run_dtype: str, device: str, num_ranks: int) -> None:
     # The conv history is exact in the run dtype (design.md 8); the host's own default is bfloat16.
     _default("SGLANG_MAMBA_CONV_DTYPE", run_dtype)
     if device == "cpu":
-        _set_for_cpu(num_ranks)
+        _set_for_cpu(tp_size, pp_size)
 
 
-def _set_for_cpu(num_ranks: int) -> None:
-    cores = sorted(os.sched_getaffinity(0))
+def _set_for_cpu(tp_size: int, pp_size: int) -> None:
+    cores, num_ranks = sorted(os.sched_getaffinity(0)), tp_size * pp_size
     # One core is left to the processes that tokenise and answer: threads that wait for it stall all others.
     _default("OMP_NUM_THREADS", str(max(1, (len(cores) - 1) // num_ranks)))
-    if num_ranks > 1:
-        # The host would bind one rank to a NUMA node and give up where there are fewer.
-        share = max(1, len(cores) // num_ranks)
-        groups = (cores[rank * share % len(cores) :][:share] for rank in range(num_ranks))
+    if tp_size > 1:
+        # The host would bind one rank to a NUMA node and give up where there are fewer; stages share their cores.
+        share = max(1, len(cores) // tp_size)
+        groups = (cores[rank * share % len(cores) :][:share] for rank in range(tp_size))
         _default("SGLANG_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, group)) for group in groups))
-        # It would also open NCCL on a device that has none; a path that leads nowhere switches that off.
+    if num_ranks > 1:
+        # The host would open NCCL on a device that has none; a path that leads nowhere switches that off.
         _default("SGLANG_NCCL_SO_PATH", "/nonexistent")
 
 

@@ -73,11 +73,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("chat_template", _UNSET, "K3's conversation format is tokenised segment by segment, not by a template"),
     Refusal("enable_mixed_chunk", _UNSET, "the host loses the state snapshots of mixed batches"),
     Refusal("speculative_algorithm", _UNSET, "the recurrent state is not rolled back after a rejected draft yet"),
-    Refusal("enable_dp_attention", _UNSET, "expert sums would be reduced over ranks that hold other requests"),
-    Refusal("dp_size", _ONE, _PLUGINS, "Start one server per replica."),
     Refusal("dcp_size", _ONE, "decode context parallelism is not implemented yet"),
     Refusal("attn_cp_size", _ONE, "context parallelism is not implemented yet"),
-    Refusal("pp_size", _ONE, "pipeline parallelism has not been tested yet", "Use --tp-size or --ep-size."),
     Refusal("enable_lora", _UNSET, "adapters are not implemented yet"),
     Refusal("lora_paths", _UNSET, "adapters are not implemented yet"),
     Refusal(

@@ -21,11 +21,13 @@ def install() -> None:
         ("sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs", _set_track_indices),
         ("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _leave_config_alone),
         ("sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", _apply_vocab_mask),
+        ("sglang.srt.layers.dp_attention.memcpy_triton", _copy_rows),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.apply_hooks()
     # Pinning speeds up copies to an accelerator; without one there is nothing to pin, and torch raises.
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.tensor = _Unpinned(torch.tensor)
     paged.alloc_extend_kernel = _HostKernel(_alloc_extend)
     paged.alloc_decode_kernel = _HostKernel(_alloc_decode)
 
@@ -59,6 +61,34 @@ def _apply_vocab_mask(
     from xgrammar import apply_token_bitmask_inplace
 
     apply_token_bitmask_inplace(logits, vocab_mask)
+
+
+def _copy_rows(
+    original: Callable[..., None],
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    dim: int,
+    offset: torch.Tensor,
+    num_rows: torch.Tensor,
+    offset_src: bool,
+) -> None:
+    """Rows ``[offset, offset + num_rows)`` of one tensor and the first ``num_rows`` of the other."""
+    count = int(num_rows)
+    part = slice(int(offset), int(offset) + count)
+    if offset_src:
+        dst[:count] = src[part]
+    else:
+        dst[part] = src[:count]
+
+
+class _Unpinned:
+    """A function that makes tensors, without the wish to pin them."""
+
+    def __init__(self, make: Callable[..., torch.Tensor]) -> None:
+        self._make = make
+
+    def __call__(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return self._make(*args, **kwargs)
 
 
 class _HostKernel:

@@ -139,6 +139,22 @@ SEAMS: tuple[Seam, ...] = (
         function="install_scheduler",
     ),
     Seam(
+        name="pools of a stage",
+        targets=("sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",),
+        why="the host divides by the bytes of a token's rows, which are none in a pipeline stage without an MLA layer",
+        until="a check for zero there",
+        scope="scheduler",
+        module="seam_pools",
+    ),
+    Seam(
+        name="padding of data-parallel ranks",
+        targets=("sglang.srt.layers.dp_attention.DpPaddingMode.get_dp_padding_mode",),
+        why="the host pads the ranks to one length, with tokens that belong to no request",
+        until="a flag for the padding mode, or ops that take padded batches",
+        scope="scheduler",
+        module="seam_data_parallel",
+    ),
+    Seam(
         name="CPU",
         targets=(
             "sglang.srt.utils.common.support_triton",
@@ -147,6 +163,7 @@ SEAMS: tuple[Seam, ...] = (
             "sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs",
             "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
             "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+            "sglang.srt.layers.dp_attention.memcpy_triton",
             "sglang.srt.mem_cache.allocator.paged.alloc_extend_kernel",
             "sglang.srt.mem_cache.allocator.paged.alloc_decode_kernel",
         ),

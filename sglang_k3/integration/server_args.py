@@ -44,7 +44,8 @@ class K3ServerArgs(ServerArgs):
         environment.set_for_k3(
             run_dtype=str(self.get_model_config().dtype).removeprefix("torch."),
             device=self.device,
-            num_ranks=self.tp_size,
+            tp_size=self.tp_size,
+            pp_size=self.pp_size,
         )
 
     def _refuse_k3_in_disguise(self) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.distributed import get_pp_group
+from sglang.srt.layers.dp_attention import is_dp_attention_enabled
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -42,7 +43,7 @@ class KimiK3Model(nn.Module):
         self.config = config
         self.pp_group = get_pp_group()
         self.embed_tokens = (
-            VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+            VocabParallelEmbedding(config.vocab_size, config.hidden_size, use_attn_tp_group=is_dp_attention_enabled())
             if self.pp_group.is_first_rank
             else PPMissingLayer()
         )
@@ -100,17 +101,12 @@ class KimiK3Model(nn.Module):
             prefix_sum = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
             return prefix_sum, ResidualBank.empty(max_rows, prefix_sum)
         assert pp_proxy_tensors is not None, "a later pipeline stage needs the earlier one's tensors"
-        packed = pp_proxy_tensors["hidden_states"].unflatten(-1, (-1, self.config.hidden_size))
-        prefix_sum, *rows = packed.unbind(1)
-        bank = ResidualBank.empty(max_rows, prefix_sum)
-        for row in rows:
-            bank.append(row)
-        return prefix_sum, bank
+        packed = pp_proxy_tensors["hidden_states"].unflatten(-1, (-1, self.config.hidden_size)).transpose(0, 1)
+        return packed[0].contiguous(), ResidualBank.holding(packed[1:], max_rows)
 
     def _hand_over(self, prefix_sum: torch.Tensor, bank: ResidualBank) -> PPProxyTensors:
-        """``[prefix_sum, bank rows]`` side by side in one tensor ``[T, (N + 1) D]``."""
-        packed = torch.cat([prefix_sum.unsqueeze(0), bank.rows]).transpose(0, 1).flatten(1)
-        return PPProxyTensors({"hidden_states": packed})
+        """``[prefix_sum, bank rows]`` side by side in one tensor ``[T, (N + 1) D]``: the host cuts along tokens."""
+        return PPProxyTensors({"hidden_states": torch.stack([prefix_sum, *bank.rows], dim=1).flatten(1)})
 
 
 class KimiK3ForConditionalGeneration(nn.Module):
@@ -125,13 +121,14 @@ class KimiK3ForConditionalGeneration(nn.Module):
         self.k3 = config.k3
         self.pp_group = get_pp_group()
         self.model = KimiK3Model(self.k3, ServeOptions.from_server_args(get_server_args()))
+        self.logits_processor = LogitsProcessor(config.text_config)
         if not self.pp_group.is_last_rank:
             self.lm_head = PPMissingLayer()
         elif self.k3.tie_word_embeddings and self.pp_group.is_first_rank:
             self.lm_head = self.model.embed_tokens
         else:
-            self.lm_head = ParallelLMHead(self.k3.vocab_size, self.k3.hidden_size)
-        self.logits_processor = LogitsProcessor(config.text_config)
+            by_attention_rank = self.logits_processor.use_attn_tp_group
+            self.lm_head = ParallelLMHead(self.k3.vocab_size, self.k3.hidden_size, use_attn_tp_group=by_attention_rank)
 
     @property
     def start_layer(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ class Configuration:
 
     Attributes:
         grid: tokens between the depths at which a prefix can be reused.
+        env: variables of the host that the server gets beside the test's own.
     """
 
     name: str
@@ -31,6 +34,7 @@ class Configuration:
     experts: str = "mxfp4"
     flags: tuple[str, ...] = ()
     grid: int = DEFAULT_GRID
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def tolerance(self) -> Tolerance:
@@ -53,4 +57,5 @@ def start(configuration: Configuration, cache: Path, log_folder: Path) -> tuple[
     """The server of a configuration, not yet entered, and its checkpoint folder."""
     folder = configuration.checkpoint(cache)
     command = sglang_command(str(folder), *DEVICE_FLAGS, *configuration.flags)
-    return ServerProcess(command, log_path=log_folder / f"{configuration.name}.log"), folder
+    env = os.environ | configuration.env
+    return ServerProcess(command, log_path=log_folder / f"{configuration.name}.log", env=env), folder

@@ -76,6 +76,18 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
+def poison(model: nn.Module, value: float, byte: int) -> None:
+    """Overwrite everything that a checkpoint may fill."""
+    for tensor in state_of(model).values():
+        tensor.data.fill_(byte if tensor.dtype == torch.uint8 else value)
+
+
+def all_names(layout: CheckpointLayout) -> set[str]:
+    """Every name that a text tensor of the checkpoint may have, experts in both forms."""
+    suffixes = ("weight", "weight_packed", "weight_scale")
+    return {*layout.required, *(f"{stem}.{suffix}" for stem in layout.experts for suffix in suffixes)}
+
+
 @contextlib.contextmanager
 def run_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Build models as the host does for ``--dtype``."""

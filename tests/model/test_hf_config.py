@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_k3.config import K3Config
 from sglang_k3.errors import ConfigError
@@ -90,6 +91,20 @@ def test_overrides_take_effect(config: Json) -> None:
     assert made.eos_token_id == 7
     with pytest.raises(ConfigError, match="no rms_norm_eps at the top.*under text_config"):
         made.update({"rms_norm_eps": 1e-3})
+
+
+@pytest.mark.parametrize(("partition", "most"), [("5,4", 4), ("2,7", 4), ("7,2", 6), ("3,4,2", 3), ("9", 6)])
+def test_every_stage_counts_its_slots_by_the_largest(
+    partition: str, most: int, config: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers 3, 7 and 8 are MLA; from one budget of bytes all stages get one number of slots, and it fits in each."""
+    monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", partition)
+    with get_parallel().override(pp_size=partition.count(",") + 1):
+        params = K3HFConfig(**config).text_config.mamba2_cache_params
+    window, matrices = 3 * 3 * 4 * 16, 4 * 16 * 16  # per layer: of q, k and v, and one for each head
+    per_layer = window * params.dtype.conv.itemsize + matrices * params.dtype.temporal.itemsize
+    assert params.mamba_cache_per_req == most * per_layer
+    assert params.layers == [0, 1, 2, 4, 5, 6]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

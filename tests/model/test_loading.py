@@ -6,21 +6,18 @@ import itertools
 import logging
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from sglang_k3.checkpoint.layout import CheckpointLayout
 from sglang_k3.errors import CheckpointError
 from sglang_k3.models.kimi_k3 import KimiK3ForConditionalGeneration
-from sglang_k3.models.text.attn_residual import ResidualBank
 from sglang_k3.models.text.experts import RoutedExperts
 from sglang_k3.models.text.weights import load_checkpoint
 from sglang_k3.testing.presets import PRESETS
 from tests.kit.compare import assert_bitwise
-from tests.model.harness import TinyK3, run_dtype, state_of, tiny_k3
+from tests.model.harness import TinyK3, all_names, poison, run_dtype, state_of, tiny_k3
 
 pytestmark = pytest.mark.sglang
 
@@ -34,18 +31,6 @@ SWITCHES = [
 ]
 ATTENTION = "language_model.model.layers.1.self_attn."
 MOE = "language_model.model.layers.1.block_sparse_moe."
-
-
-def all_names(layout: CheckpointLayout) -> set[str]:
-    """Every name that a text tensor of the checkpoint may have, experts in both forms."""
-    suffixes = ("weight", "weight_packed", "weight_scale")
-    return {*layout.required, *(f"{stem}.{suffix}" for stem in layout.experts for suffix in suffixes)}
-
-
-def poison(model: KimiK3ForConditionalGeneration, value: float, byte: int) -> None:
-    """Overwrite everything that a checkpoint may fill."""
-    for tensor in state_of(model).values():
-        tensor.data.fill_(byte if tensor.dtype == torch.uint8 else value)
 
 
 def experts_of(model: KimiK3ForConditionalGeneration, layer: int = 1) -> RoutedExperts:
@@ -278,31 +263,3 @@ def test_one_tensor_is_held_at_a_time() -> None:
             assert released() is None, f"{name} is still held"
 
     load_checkpoint(stream(), model.loaders(), tiny.layout)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_pipeline_stages_together_hold_every_tensor_once(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny, names = tiny_k3(preset), []
-    for rank in range(3):
-        stage = SimpleNamespace(is_first_rank=rank == 0, is_last_rank=rank == 2, rank_in_group=rank, world_size=3)
-        monkeypatch.setattr("sglang_k3.models.kimi_k3.get_pp_group", lambda stage=stage: stage)
-        model = tiny.build()
-        poison(model, torch.nan, 255)
-        model.load_weights(tiny.tensors.items())  # each stage reads past what is not its own
-        assert not any(tensor.isnan().any() for tensor in state_of(model).values())
-        names += model.loaders()
-    assert len(names) == len(set(names))
-    assert set(names) == all_names(tiny.layout)
-
-
-def test_a_pipeline_stage_hands_over_prefix_and_bank(monkeypatch: pytest.MonkeyPatch) -> None:
-    later = SimpleNamespace(is_first_rank=False, is_last_rank=True, rank_in_group=1, world_size=2)
-    monkeypatch.setattr("sglang_k3.models.kimi_k3.get_pp_group", lambda: later)
-    model = tiny_k3().build().model
-    prefix_sum, rows = torch.randn(5, 64), torch.randn(2, 5, 64)
-    bank = ResidualBank.empty(3, prefix_sum)
-    for row in rows:
-        bank.append(row)
-    received, received_bank = model._enter(None, None, model._hand_over(prefix_sum, bank))
-    assert_bitwise(received, prefix_sum)
-    assert_bitwise(received_bank.rows, rows)

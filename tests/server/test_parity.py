@@ -31,6 +31,30 @@ FULL = [
     Configuration(
         "no-overlap", flags=("--disable-overlap-schedule", "--mamba-radix-cache-strategy", "no_buffer"), grid=1
     ),
+    Configuration("pp2", flags=("--pp-size", "2")),
+    Configuration("pp3-uneven", flags=("--pp-size", "3"), env={"SGLANG_PP_LAYER_PARTITION": "3,4,2"}),
+    Configuration(
+        "pp2-odd-paged-chunk-64",
+        preset="odd",
+        flags=("--pp-size", "2", "--page-size", "16", "--chunked-prefill-size", "64"),
+    ),
+    Configuration("tp2-pp2", flags=("--tp-size", "2", "--ep-size", "2", "--pp-size", "2")),
+    # Each rank has a cache of its own, and a prompt that comes again goes to the other.
+    Configuration(
+        "dp2-ep2",
+        flags=("--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+        grid=0,
+    ),
+    Configuration(
+        "dp2-odd-head-chunk-64",
+        preset="odd",
+        experts="bf16",
+        flags=(
+            *("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head"),
+            *("--page-size", "16", "--chunked-prefill-size", "128"),  # the host divides the chunk by the ranks
+        ),
+        grid=0,
+    ),
     Configuration("tp2-ep2", flags=("--tp-size", "2", "--ep-size", "2")),
     Configuration("tp2-bf16-experts", experts="bf16", flags=("--tp-size", "2")),
     Configuration("page-64", flags=("--page-size", "64", "--chunked-prefill-size", "128")),

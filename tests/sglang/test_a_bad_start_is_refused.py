@@ -101,11 +101,21 @@ def test_a_misspelt_name_is_refused() -> None:
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk does not.*state snapshots"),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM.*rolled back"),
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2.*without loading plugins"),
-        ({"dp_size": 2}, "--dp-size 2.*Start one server per replica"),
+        ({"dp_size": 2}, "--dp-size 2 needs --enable-dp-attention"),
+        ({"tp_size": 2, "ep_size": 2, "enable_dp_attention": True}, "give --dp-size 2, as --tp-size, instead of 1"),
+        (
+            {"tp_size": 2, "ep_size": 2, "dp_size": 2, "enable_dp_attention": True, "pp_size": 2},
+            "--enable-dp-attention has not been tested with --pp-size",
+        ),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3.*not quantised"),
         ({"mamba_track_interval": 100}, "--mamba-track-interval 100 is not a multiple of 64.*use 128"),
         ({"page_size": 24}, "--page-size 24 must divide 64"),
         ({"mamba_radix_cache_strategy": "no_buffer"}, "no_buffer needs --disable-overlap-schedule"),
+        (
+            {"mamba_radix_cache_strategy": "extra_buffer_lazy", "pp_size": 2},
+            "extra_buffer_lazy needs the overlap schedule.*use extra_buffer",
+        ),
+        ({"pp_size": 10}, "--pp-size 10 is more than the model's 9 layers"),
         ({"tp_size": 3}, "--tp-size gives 3 ranks, but .*num_heads = 4 divides over 2 at most"),
         ({"tp_size": 2}, "moe_intermediate_size = 32 divides in parts of 32 over 1 at most"),
         ({"tp_size": 2, "ep_size": 4}, "--ep-size 4 must divide --tp-size 2"),
@@ -118,6 +128,32 @@ def test_a_misspelt_name_is_refused() -> None:
 def test_a_flag_that_cannot_be_met_is_refused(checkpoint: Path, arguments: dict[str, object], says: str) -> None:
     with pytest.raises(K3Error, match=says):
         start(checkpoint, device="cpu", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("partition", "says"),
+    [
+        ("4,3,2", "does not fit --pp-size 2.*Name 2 numbers of layers that add up to 9, or unset it"),
+        ("4,4", "does not fit --pp-size 2.*add up to 9"),
+        ("four,5", "does not fit --pp-size 2.*add up to 9"),
+        ("9,0", r"a stage without a layer: \[9, 0\]"),
+    ],
+)
+def test_stages_that_do_not_make_the_model_are_refused(
+    checkpoint: Path, partition: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", partition)
+    with pytest.raises(K3Error, match=says):
+        start(checkpoint, device="cpu", pp_size=2)
+
+
+def test_tied_embeddings_are_a_head_that_each_rank_has_whole(checkpoint: Path) -> None:
+    edit_tensor(checkpoint, "lm_head.weight", lambda tensors, name: tensors.pop(name))
+    ranks = {"tp_size": 2, "ep_size": 2, "dp_size": 2, "enable_dp_attention": True}
+    tied = '{"text_config": {"tie_word_embeddings": true}}'
+    with pytest.raises(K3Error, match="tied ones are the head too: give --enable-dp-lm-head"):
+        start(checkpoint, device="cpu", json_model_override_args=tied, **ranks)
+    start(checkpoint, device="cpu", json_model_override_args=tied, enable_dp_lm_head=True, **ranks)
 
 
 def test_every_refusal_names_a_field_whose_default_works() -> None:
@@ -158,6 +194,19 @@ def test_the_environment_of_one_server_does_not_reach_the_next(
     assert os.environ["SGLANG_MAMBA_CONV_DTYPE"] == "float32"
     K3ServerArgs(model_path=str(write_llama(tmp_path / "llama")), device="cpu")
     assert not {"SGLANG_MAMBA_CONV_DTYPE", "SGLANG_EXTERNAL_MODEL_PACKAGE", "OMP_NUM_THREADS"} & os.environ.keys()
+
+
+def test_stages_on_a_cpu_share_the_cores_and_open_no_nccl(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_k3.integration.server_args import K3ServerArgs
+
+    names = ("OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_NCCL_SO_PATH")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)))
+    K3ServerArgs(model_path=str(checkpoint), device="cpu", pp_size=2)
+    assert [os.environ.get(name) for name in names] == ["4", None, "/nonexistent"]
+    K3ServerArgs(model_path=str(checkpoint), device="cpu", tp_size=2, ep_size=2, pp_size=2)
+    assert [os.environ.get(name) for name in names] == ["2", "0,1,2,3|4,5,6,7", "/nonexistent"]
 
 
 def test_another_model_package_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

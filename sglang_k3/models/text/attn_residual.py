@@ -26,6 +26,13 @@ class ResidualBank:
     def empty(cls, max_rows: int, like: torch.Tensor) -> ResidualBank:
         return cls(like.new_empty(max_rows, *like.shape))
 
+    @classmethod
+    def holding(cls, rows: torch.Tensor, max_rows: int) -> ResidualBank:
+        """A bank that begins with a copy of ``rows [N, T, D]``."""
+        bank = cls(rows.new_empty(max_rows, *rows.shape[1:]), num_rows=len(rows))
+        bank.rows.copy_(rows)
+        return bank
+
     @property
     def rows(self) -> torch.Tensor:
         """``[N, T, D]``, oldest first."""

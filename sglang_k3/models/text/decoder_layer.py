@@ -9,6 +9,7 @@ from torch import nn
 
 from sglang_k3.config import K3Config
 from sglang_k3.models.text.attn_residual import DepthMix, ResidualBank
+from sglang_k3.models.text.data_parallel import over_all_requests
 from sglang_k3.models.text.kda import KimiDeltaAttention
 from sglang_k3.models.text.latent_moe import LatentMoE
 from sglang_k3.models.text.mla import KimiMLAAttention
@@ -59,10 +60,13 @@ class KimiDecoderLayer(nn.Module):
 
     def forward(self, prefix_sum: torch.Tensor, bank: ResidualBank, forward_batch: ForwardBatch) -> torch.Tensor:
         """The running prefix after this layer, ``[T, D]``; at a block boundary the old one joins ``bank``."""
-        attn_out = self.self_attn(self.self_attention_res(bank, prefix_sum, self.input_layernorm), forward_batch)
+        x = self.self_attention_res(bank, prefix_sum, self.input_layernorm)
+        # A data-parallel rank without requests has nothing to attend to, but takes part in the experts.
+        attn_out = x if forward_batch.forward_mode.is_idle() else self.self_attn(x, forward_batch)
         if self.appends_bank_row:
             bank.append(prefix_sum)
             prefix_sum = attn_out
         else:
             prefix_sum = prefix_sum + attn_out
-        return prefix_sum + self.mlp(self.mlp_res(bank, prefix_sum, self.post_attention_layernorm))
+        x = self.mlp_res(bank, prefix_sum, self.post_attention_layernorm)
+        return prefix_sum + over_all_requests(self.mlp, x, forward_batch)
