@@ -14,9 +14,10 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from sglang_k3.integration import seam_parsers
+    from sglang_k3.integration import seam_parsers, seam_requests
 
     seam_parsers.install_scheduler()
+    seam_requests.install_scheduler()
     if server_args.device == "cpu":
         from sglang_k3.integration import seam_cpu
 
