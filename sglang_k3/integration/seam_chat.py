@@ -24,9 +24,10 @@ chat_tokenizer = functools.lru_cache(maxsize=1)(HFChatTokenizer)
 def install() -> None:
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat."
     HookRegistry.register(f"{chat}_resolve_chat_encoding_spec", _resolve_spec, HookType.AROUND)
-    HookRegistry.register(f"{chat}_validate_request", _validate, HookType.AROUND)
     HookRegistry.register(f"{chat}_apply_jinja_template", _encode, HookType.AROUND)
     HookRegistry.register(f"{chat}wrap_reasoning_history", _wrap_reasoning, HookType.AROUND)
+    messages = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing."
+    HookRegistry.register(f"{messages}_convert_to_chat_completion_request", _convert, HookType.AROUND)
 
 
 def _resolve_spec(original: Callable[..., str | None], serving_chat: Any) -> str | None:
@@ -34,15 +35,12 @@ def _resolve_spec(original: Callable[..., str | None], serving_chat: Any) -> str
     return SPEC if ARCHITECTURE in architectures else original(serving_chat)
 
 
-def _validate(original: Callable[..., str | None], serving_chat: Any, request: Any) -> str | None:
-    """Rendered once more than needed: /v1/messages answers 500 to a ValueError, but 400 to what is said here."""
-    problem = original(serving_chat, request)
-    if problem is None and serving_chat.chat_encoding_spec == SPEC and request.input_ids is None:
-        try:
-            render_request(request)
-        except ValueError as error:
-            problem = str(error)
-    return problem
+def _convert(original: Callable[..., Any], serving: Any, request: Any) -> Any:
+    """Rendered once more than needed: /v1/messages and count_tokens answer 400 to what is raised here, 500 later."""
+    chat_request = original(serving, request)
+    if serving.openai_serving_chat.chat_encoding_spec == SPEC:
+        render_request(chat_request)
+    return chat_request
 
 
 def _encode(

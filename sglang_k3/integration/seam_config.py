@@ -68,6 +68,7 @@ def _load_tokenizer(original: Callable[..., Any], name: str, *args: Any, **optio
     """A class named in ``tokenizer_config.json``, which may be code of the checkpoint, outranks a registered one."""
     if not is_k3(str(name)):
         return original(name, *args, **options)
+    from sglang_k3.host.hf_config import K3HFConfig
     from sglang_k3.host.tokenizer import KimiK3TokenizerFast
 
     for choice_of_class in ("use_fast", "trust_remote_code"):
@@ -75,4 +76,8 @@ def _load_tokenizer(original: Callable[..., Any], name: str, *args: Any, **optio
     # The detokenizer passes one of them, the tokenizer manager both.
     revisions = [options.pop(key, None) for key in ("tokenizer_revision", "revision")]
     revision = next(filter(None, revisions), "main")
-    return KimiK3TokenizerFast.from_pretrained(name, *args, revision=revision, **options)
+    tokenizer = KimiK3TokenizerFast.from_pretrained(name, *args, revision=revision, **options)
+    # /tokenize reports it, and fails on the 10**30 that stands for "not given".
+    context_length: int = K3HFConfig.from_pretrained(name, revision=revision).text_config.max_position_embeddings
+    tokenizer.model_max_length = min(tokenizer.model_max_length, context_length)
+    return tokenizer

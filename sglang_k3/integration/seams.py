@@ -93,9 +93,9 @@ SEAMS: tuple[Seam, ...] = (
         name="chat encoding",
         targets=(
             "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._resolve_chat_encoding_spec",
-            "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._validate_request",
             "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._apply_jinja_template",
             "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat.wrap_reasoning_history",
+            "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request",
         ),
         why="XTML is tokenised segment by segment, which a Jinja template cannot express",
         until="a registry of chat encoders",
@@ -128,6 +128,30 @@ SEAMS: tuple[Seam, ...] = (
         scope="main process",
         module="seam_parsers",
         function="install_main",
+    ),
+    Seam(
+        name="request limits",
+        targets=("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",),
+        why="one token id outside the vocabulary, or a number that no message can carry, ends the scheduler",
+        until="checks of the host where every endpoint passes",
+        scope="main process",
+        module="seam_requests",
+        function="install_main",
+    ),
+    Seam(
+        name="sampling",
+        targets=(
+            "sglang.srt.layers.sampler.Sampler.forward",
+            "sglang.srt.managers.scheduler.Scheduler._relay_forward_payload",
+            "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+            "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties",
+        ),
+        why="the host dies of a row of NaN, or of one that a grammar leaves empty; its first repetition penalty waits "
+        "half a minute for a compiler",
+        until="a check of logits per request",
+        scope="scheduler",
+        module="seam_requests",
+        function="install_scheduler",
     ),
     Seam(
         name="whole-turn grammar",
@@ -176,9 +200,16 @@ SEAMS: tuple[Seam, ...] = (
 
 
 def install_for_this_process() -> None:
-    """Install the seams whose scope holds here; the scheduler adds its own (see ``spawn``)."""
+    """Install the seams whose scope holds in this process; a scheduler adds its own."""
     # A program may run the engine in a child process of its own; the host's workers never import the engine.
     is_main = multiprocessing.parent_process() is None or "sglang.srt.entrypoints.engine" in sys.modules
     for seam in SEAMS:
         if seam.scope == "every process" or (seam.scope == "main process" and is_main):
+            seam.install()
+
+
+def install_for_scheduler(*, on_cpu: bool) -> None:
+    """Install what only a scheduler process needs."""
+    for seam in SEAMS:
+        if seam.scope == "scheduler" or (seam.scope == "scheduler on CPU" and on_cpu):
             seam.install()

@@ -14,15 +14,9 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from sglang_k3.integration import seam_data_parallel, seam_parsers, seam_pools
+    from sglang_k3.integration.seams import install_for_scheduler
 
-    seam_parsers.install_scheduler()
-    seam_pools.install()
-    seam_data_parallel.install()
-    if server_args.device == "cpu":
-        from sglang_k3.integration import seam_cpu
-
-        seam_cpu.install()
+    install_for_scheduler(on_cpu=server_args.device == "cpu")
     require_hooks()
     from sglang.srt.managers.scheduler import run_scheduler_process as host_target
 

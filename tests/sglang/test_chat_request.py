@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -243,7 +244,7 @@ def text_of_ids(ids: list[int]) -> str:
 def serving(monkeypatch: pytest.MonkeyPatch) -> OpenAIServingChat:
     """The host's own handler with the plugin loaded, on a server that has a K3 and no engine."""
     load_plugins()
-    monkeypatch.setattr(seam_chat, "_chat_tokenizer", FakeChatTokenizer)
+    monkeypatch.setattr(seam_chat, "chat_tokenizer", FakeChatTokenizer)
     server_args = SimpleNamespace(
         tool_call_parser=None, reasoning_parser=None, default_chat_template_kwargs=None, context_length=None
     )
@@ -258,7 +259,6 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> OpenAIServingChat:
 
 
 def prompt_of(serving: OpenAIServingChat, chat: ChatCompletionRequest) -> str:
-    assert serving._validate_request(chat) is None
     return text_of_ids(serving._process_messages(chat, False).prompt_ids)
 
 
@@ -303,22 +303,24 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
     ],
     ids=["image", "function", "stray result", "continue"],
 )
-def test_a_mistake_of_the_client_is_found_in_validation(
+def test_a_mistake_of_the_client_is_a_value_error(
     serving: OpenAIServingChat, chat: ChatCompletionRequest, says: str
 ) -> None:
-    """There every endpoint answers 400; later, /v1/messages would answer 500."""
-    assert says in (serving._validate_request(chat) or "")
+    """To which /v1/chat/completions and /tokenize answer 400."""
+    with pytest.raises(ValueError, match=re.escape(says)):
+        serving._process_messages(chat, False)
 
 
-def test_the_hosts_own_validation_comes_first(serving: OpenAIServingChat) -> None:
-    assert serving._validate_request(request(tool_choice="required")) == (
-        "Tools cannot be empty if tool choice is set to required."
-    )
+def test_messages_and_count_tokens_find_it_where_they_answer_400(serving: OpenAIServingChat) -> None:
+    """To a ValueError that comes later they would answer 500."""
+    orphan = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
+    body = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": [orphan]}]}
+    with pytest.raises(ValueError, match="tool result 1"):
+        AnthropicServing(serving)._convert_to_chat_completion_request(AnthropicMessagesRequest(**body))
 
 
 def test_a_prompt_that_is_given_as_ids_is_not_rendered(serving: OpenAIServingChat) -> None:
     chat = request(IMAGE, input_ids=[1, 2])
-    assert serving._validate_request(chat) is None
     assert serving._process_messages(chat, False).prompt_ids == [1, 2]
 
 
@@ -329,12 +331,15 @@ def test_a_schema_as_deep_as_a_well_is_a_mistake_of_the_client(serving: OpenAISe
     deep_tool = {"type": "function", "function": {"name": "f", "parameters": nested}}
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": nested}}
     for chat in (request(tools=[deep_tool]), request(response_format=wanted)):
-        assert serving._validate_request(chat)
+        with pytest.raises(ValueError, match="deep"):
+            serving._process_messages(chat, False)
 
 
 def test_another_model_is_left_alone(serving: OpenAIServingChat) -> None:
     serving.chat_encoding_spec = None
-    assert serving._validate_request(request(IMAGE)) is None
+    orphan = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "x"}]}
+    body = AnthropicMessagesRequest(model="m", max_tokens=8, messages=[orphan])
+    assert AnthropicServing(serving)._convert_to_chat_completion_request(body)
     serving.tokenizer_manager.model_config.hf_config.architectures = ["LlamaForCausalLM"]
     assert serving._resolve_chat_encoding_spec() is None
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.sglang
 
 TOKENS = [*(bytes([byte]) for byte in range(256)), b"he", b"ll", b"hell", b"hello", "\u4f60".encode()]
 OPEN, END_OF_MESSAGE = len(TOKENS) + 3, len(TOKENS) + 2
+CONTEXT_LENGTH = 4096
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,7 +45,9 @@ def write_published(folder: Path, architecture: str = ARCHITECTURE) -> Path:
         "tokenizer_class": "TikTokenTokenizer",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": MODEL_TYPE}))
+    text_config = {"max_position_embeddings": CONTEXT_LENGTH}
+    config = {"architectures": [architecture], "model_type": MODEL_TYPE, "text_config": text_config}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -56,6 +59,7 @@ def test_a_published_folder(tmp_path: Path, trust_remote_code: bool) -> None:
     assert type(tokenizer) is KimiK3TokenizerFast
     assert len(tokenizer) == len(TOKENS) + 256
     assert tokenizer.eos_token_id == END_OF_MESSAGE
+    assert tokenizer.model_max_length == CONTEXT_LENGTH  # without it, a number that JSON's 64 bits do not hold
     assert tokenizer.encode("hello\u4f60<|open|>") == [TOKENS.index(b"hello"), TOKENS.index("\u4f60".encode()), OPEN]
     assert tokenizer.decode([TOKENS.index(b"hello"), OPEN]) == "hello<|open|>"
 

@@ -1,0 +1,63 @@
+"""A row of logits from which no token can be drawn ends its own request, not the scheduler.
+
+NaN of an overflow, or a grammar that allows no token: to draw from such a row ends the process, or returns token 0 as
+if it were an answer. Here the row is made harmless, a mark takes the place of its token, and the request is aborted
+when the mark arrives on the host, which is one step later under overlap scheduling.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger(__name__)
+
+# Marks in place of token ids.
+NOT_FINITE = -1
+NONE_ALLOWED = -2
+
+_REASONS = {
+    NOT_FINITE: (
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        "The model's logits are not finite. If this happens again, check the checkpoint and --dtype.",
+    ),
+    NONE_ALLOWED: (
+        HTTPStatus.BAD_REQUEST,
+        "The grammar, schema or logit_bias of this request allows no next token. Ask for something that has an end.",
+    ),
+}
+
+
+def disarm(logits: torch.Tensor) -> torch.Tensor:
+    """Fill the rows that no token can be drawn from with zeros, in place.
+
+    Args:
+        logits: ``[B, V]``, any floating dtype.
+    Returns:
+        ``[B]``, int64: the mark of a row that was filled, 0 elsewhere; on the device, without waiting for it.
+    """
+    largest = logits.amax(dim=-1)  # NaN if any element is
+    marks = torch.where(largest.isfinite(), 0, NOT_FINITE).masked_fill_(largest == -math.inf, NONE_ALLOWED)
+    logits.masked_fill_((marks < 0).unsqueeze(-1), 0.0)
+    return marks
+
+
+def abort_if_marked(req: Req) -> None:
+    """Let a request whose newest token is a mark finish as aborted, and keep its states out of the prefix cache."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    if req.finished() or not req.output_ids or req.output_ids[-1] >= 0:
+        return
+    status, message = _REASONS[req.output_ids[-1]]
+    logger.error("Request %s is aborted after %d tokens: %s", req.rid, len(req.output_ids) - 1, message)
+    req.output_ids[-1] = 0  # what the host decodes must be a token
+    req.to_finish = FINISH_ABORT(message, status, status.phrase)
+    req.grammar = None  # it would be asked to accept the mark
+    req.skip_radix_cache_insert = True

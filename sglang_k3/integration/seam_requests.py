@@ -1,0 +1,79 @@
+"""Seam: one request of a K3 server cannot end its scheduler, neither by what it asks nor by what the model answers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+if TYPE_CHECKING:
+    import torch
+
+
+def install_main() -> None:
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", _check, HookType.AROUND
+    )
+
+
+def install_scheduler() -> None:
+    HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", _sample, HookType.AROUND)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler._relay_forward_payload", _relay, HookType.AROUND)
+    HookRegistry.register("sglang.srt.managers.schedule_batch.Req.update_finish_state", _finish, HookType.AROUND)
+    from sglang_k3.host.penalties import apply_scaling_penalties
+
+    penalties = "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties"
+    HookRegistry.register(penalties, apply_scaling_penalties, HookType.REPLACE)
+    HookRegistry.apply_hooks()
+
+
+def _check(original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Every endpoint, and the engine without a server, asks here; what is raised becomes the endpoint's 400."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    from sglang_k3.host.request_limits import check_request
+
+    if getattr(manager.server_args, "is_k3", False) and isinstance(request, GenerateReqInput):
+        try:
+            check_request(request, manager.model_config.vocab_size)
+            _refuse_running_ids(request.rid, manager.rid_to_state)
+        except ValueError:
+            # What the host does after a stream asks for both; the id is new, as it aborts whatever has it.
+            request.is_single, request.rid = True, uuid.uuid4().hex
+            raise
+    return original(manager, request, *args, **kwargs)
+
+
+def _refuse_running_ids(rid: str | list[str] | None, running: Mapping[str, Any]) -> None:
+    """Or the host, when it cleans up after the second request of an id, would abort the first."""
+    for name in rid if isinstance(rid, list) else [rid]:
+        if name in running:
+            raise ValueError(f"rid={name!a} is the id of a request that is still running: choose another, or none.")
+
+
+def _sample(
+    original: Callable[..., torch.Tensor], sampler: Any, logits_output: Any, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    from sglang_k3.host.broken_rows import disarm
+
+    marks = disarm(logits_output.next_token_logits)
+    token_ids = original(sampler, logits_output, *args, **kwargs)
+    return token_ids.where(marks == 0, marks.to(token_ids.dtype))
+
+
+def _relay(original: Callable[..., None], scheduler: Any, future_indices: Any, batch_result: Any) -> None:
+    """The next step may begin before the marks are seen, and is given token 0 in their place."""
+    token_ids = batch_result.next_token_ids
+    if token_ids is not None:
+        batch_result.next_token_ids = token_ids.clamp(min=0)
+    original(scheduler, future_indices, batch_result)
+    batch_result.next_token_ids = token_ids
+
+
+def _finish(original: Callable[..., None], req: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang_k3.host.broken_rows import abort_if_marked
+
+    abort_if_marked(req)
+    original(req, *args, **kwargs)

@@ -1,0 +1,86 @@
+"""A row that no token can be drawn from: what becomes of its logits, its token and its request."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_k3.host.broken_rows import NONE_ALLOWED, NOT_FINITE, abort_if_marked, disarm
+from sglang_k3.integration.seam_requests import _finish, _relay, _sample
+
+pytestmark = pytest.mark.sglang
+NAN, INFINITY = float("nan"), float("inf")
+ROWS = [
+    ([0.0, 1.0, 2.0], 0),
+    ([0.0, -INFINITY, 2.0], 0),
+    ([0.0, NAN, 2.0], NOT_FINITE),
+    ([NAN, NAN, NAN], NOT_FINITE),
+    ([0.0, INFINITY, 2.0], NOT_FINITE),
+    ([-INFINITY, -INFINITY, -INFINITY], NONE_ALLOWED),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_broken_rows_are_filled_and_marked_and_no_other_is_touched(dtype: torch.dtype) -> None:
+    logits = torch.tensor([row for row, _ in ROWS], dtype=dtype)
+    before = logits.clone()
+    assert disarm(logits).tolist() == [mark for _, mark in ROWS]
+    for i, (_, mark) in enumerate(ROWS):
+        assert torch.equal(logits[i], before[i] if mark == 0 else torch.zeros(3, dtype=dtype))
+
+
+def test_a_marked_row_does_not_disturb_the_drawing_of_the_others() -> None:
+    """``multinomial`` refuses a whole batch with one NaN in it."""
+
+    def draw(_: Any, output: Any) -> torch.Tensor:
+        return torch.multinomial(output.next_token_logits.softmax(-1), 1).view(-1).to(torch.int32)
+
+    logits = torch.full((3, 4), -INFINITY)
+    logits[0, 2] = 0.0
+    logits[1] = NAN
+    output = SimpleNamespace(next_token_logits=logits)
+    token_ids = _sample(draw, None, output)
+    assert token_ids.tolist() == [2, NOT_FINITE, NONE_ALLOWED] and token_ids.dtype == torch.int32
+
+
+def test_the_next_step_is_given_a_token_and_the_scheduler_the_mark() -> None:
+    result = SimpleNamespace(next_token_ids=torch.tensor([5, NOT_FINITE]))
+    relayed: list[list[int]] = []
+    _relay(lambda _, __, result: relayed.append(result.next_token_ids.tolist()), None, None, result)
+    assert relayed == [[5, 0]]
+    assert result.next_token_ids.tolist() == [5, NOT_FINITE]
+
+
+def request(*output_ids: int, max_new_tokens: int = 8) -> Req:
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    params.normalize(None)
+    req = Req("r", "", [1, 2], params, vocab_size=10)
+    req.output_ids.extend(output_ids)
+    return req
+
+
+@pytest.mark.parametrize("max_new_tokens", [2, 8])
+@pytest.mark.parametrize(
+    ("mark", "status"), [(NOT_FINITE, HTTPStatus.INTERNAL_SERVER_ERROR), (NONE_ALLOWED, HTTPStatus.BAD_REQUEST)]
+)
+def test_a_marked_request_is_aborted(mark: int, status: HTTPStatus, max_new_tokens: int) -> None:
+    """Also where the mark is its last token, of which the host would otherwise make an answer."""
+    req = request(5, mark, max_new_tokens=max_new_tokens)
+    req.grammar = object()  # would fail whoever asks it
+    _finish(Req.update_finish_state, req)
+    assert isinstance(req.finished_reason, FINISH_ABORT) and req.finished_reason.status_code == status
+    assert list(req.output_ids) == [5, 0]
+    assert req.grammar is None and req.skip_radix_cache_insert
+
+
+def test_another_request_is_left_alone() -> None:
+    for req in (request(), request(5), request(0)):
+        before = list(req.output_ids)
+        abort_if_marked(req)
+        assert list(req.output_ids) == before and req.to_finish is None and not req.skip_radix_cache_insert

@@ -1,0 +1,153 @@
+"""What is refused at the door, as a request object of the host; what it answers is tested on a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_k3.host.request_limits import MAX_CHOICES, MAX_STOPS, check_request
+
+pytestmark = pytest.mark.sglang
+VOCAB = 100
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def check(**fields: Any) -> None:
+    if "text" not in fields:
+        fields.setdefault("input_ids", [1, 2])
+    check_request(GenerateReqInput(**fields), VOCAB)
+
+
+def check_sampling(**params: Any) -> None:
+    check(sampling_params=params)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"input_ids": [1, VOCAB]}, "input_ids=100 is refused: it must be an integer from 0 to 99"),
+        ({"input_ids": [-1]}, "input_ids=-1"),
+        ({"input_ids": [[1], [2, VOCAB]]}, "input_ids=100"),
+        ({"input_ids": [2**64]}, "input_ids must be token ids from 0 to 99"),
+        ({"input_ids": ["1"]}, "input_ids must be token ids"),
+        ({"input_ids": [1.5]}, "input_ids must be token ids"),
+        ({"input_ids": []}, "at least one token id"),
+        ({"input_ids": [[1], []]}, "at least one token id"),
+        ({"input_ids": [[1], 2]}, "at least one token id"),
+        ({"text": ""}, "not empty"),
+        ({"text": ["a", ""]}, "not empty"),
+        ({"text": []}, "at least one prompt"),
+        ({"text": "a\ud800"}, "text is not Unicode text"),
+        ({"text": "a", "input_ids": [1]}, "both given"),
+        ({"input_ids": None, "input_embeds": [[0.5]]}, "input_embeds is refused"),
+        ({"image_data": "x"}, "text only"),
+        ({"positional_embed_overrides": 5}, "positional_embed_overrides=5 is refused"),
+        ({"rid": "\ud800"}, "rid is not Unicode text"),
+        ({"rid": ["a"]}, "rid is a list, but there is one prompt"),
+        ({"rid": ["a"], "input_ids": [[1], [2]]}, "rid has 1 entries for 2 prompts"),
+        ({"priority": 2**63}, "priority=9223372036854775808"),
+        ({"return_logprob": "yes"}, "return_logprob='yes'"),
+        ({"logprob_start_len": -2}, "logprob_start_len=-2"),
+        ({"top_logprobs_num": -1}, "top_logprobs_num=-1"),
+        ({"top_logprobs_num": VOCAB + 1}, "top_logprobs_num=101"),
+        ({"token_ids_logprob": [VOCAB]}, "token_ids_logprob=100"),
+        ({"token_ids_logprob": [[1], [VOCAB]], "input_ids": [[1], [2]]}, "token_ids_logprob=100"),
+        ({"token_ids_logprob": [1] * (VOCAB + 1)}, "each token id once"),
+        ({"session_params": {"idd": "x"}}, "session_params='idd'"),
+        ({"session_params": {"offset": "x"}}, "session_params: Expected `int | null`"),
+        ({"sampling_params": []}, "sampling_params is a list"),
+        ({"sampling_params": [{}], "input_ids": [[1], [2]]}, "1 entries for 2 prompts"),
+        ({"sampling_params": [{}, {"n": 0}], "input_ids": [[1], [2]]}, "n=0"),
+    ],
+)
+def test_a_request_is_refused_with_what_is_wrong(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check(**fields)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"temprature": 1}, "sampling_params='temprature' is refused: it must be made of"),
+        ({"is_normalized": True}, "is_normalized"),
+        ({"max_new_tokens": "5"}, "Expected `int | null`, got `str`"),
+        ({"max_new_tokens": 1.0}, "Expected `int | null`, got `float`"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"max_new_tokens": 2**31}, "max_new_tokens=2147483648"),
+        ({"min_new_tokens": 2**70}, "min_new_tokens="),
+        ({"n": 0}, "n=0"),
+        ({"n": MAX_CHOICES + 1}, "n=1025"),
+        ({"top_k": 2**31}, "top_k=2147483648"),
+        ({"sampling_seed": -1}, "sampling_seed=-1"),
+        ({"stream_interval": 0}, "stream_interval=0"),
+        ({"temperature": NAN}, "temperature=nan"),
+        ({"temperature": INFINITY}, "temperature=inf"),
+        ({"temperature": 1e39}, "temperature=1e+39"),
+        ({"repetition_penalty": 1e-50}, "repetition_penalty=1e-50"),
+        ({"logit_bias": {"5": NAN}}, "logit_bias=nan"),
+        ({"logit_bias": {"5": -1e39}}, "logit_bias=-1e+39"),
+        ({"logit_bias": {str(VOCAB): 1}}, "logit_bias=100"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias='-1'"),
+        ({"logit_bias": {"1_0": 1}}, "logit_bias='1_0'"),
+        ({"logit_bias": {"5": None}}, "Expected `float`, got `null`"),
+        ({"stop_token_ids": [VOCAB]}, "stop_token_ids=100"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids=-1"),
+        ({"stop": [""]}, "match at once"),
+        ({"stop": "a\udfff"}, "sampling_params.stop is not Unicode text"),
+        ({"stop": ["x"] * (MAX_STOPS + 1)}, "at most 1024"),
+        ({"stop_regex": "("}, "no regular expression"),
+        ({"json_schema": "{"}, "not JSON"),
+        ({"json_schema": "[" * 100_000}, "not JSON"),
+        ({"json_schema": "[" * 129 + "]" * 129}, "129 levels"),
+        ({"structural_tag": '{"a":' * 200 + "1" + "}" * 200}, "200 levels"),
+        ({"structural_tag": ""}, "leave it out"),
+        ({"structural_tag": "{}", "regex": "a"}, "regex and structural_tag"),
+        ({"custom_params": {"a": {"b": {"c": 1}}}}, "custom_params"),
+    ],
+)
+def test_sampling_parameters_are_refused_with_what_is_wrong(params: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_sampling(**params)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input_ids": [0, VOCAB - 1]},
+        {
+            "input_ids": [[1], [2]],
+            "rid": ["a", "b"],
+            "return_logprob": [True, False],
+            "sampling_params": [{}, {"n": 1}],
+        },
+        {"text": ["a", "b\0"], "top_logprobs_num": [VOCAB, 0], "logprob_start_len": -1},
+        {"text": "a", "token_ids_logprob": list(range(VOCAB)), "image_data": [None]},
+        {"sampling_params": {"json_schema": "[" * 128 + "]" * 128}},
+        {"session_params": {"id": "s", "offset": 3, "rid": None}},
+    ],
+)
+def test_what_can_be_served_passes(fields: dict[str, Any]) -> None:
+    check(**fields)
+
+
+def test_every_default_of_the_host_passes() -> None:
+    """As the host spells its defaults, and as nulls."""
+    internal = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
+    defaults = SamplingParams()
+    names = [name for name in SamplingParams.__struct_fields__ if name not in internal]
+    check_sampling(**{name: getattr(defaults, name) for name in names})
+    check_sampling(**dict.fromkeys(names))
+
+
+def test_a_message_is_short_and_ascii_whatever_was_sent() -> None:
+    with pytest.raises(ValueError) as caught:
+        check(rid=["\u2028" * 10_000, 5], input_ids=[[1], [2]])
+    assert str(caught.value).isascii()
+    with pytest.raises(ValueError) as caught:
+        check_sampling(stop="x", **{"\u2028" * 10_000: 5})
+    assert str(caught.value).isascii() and len(str(caught.value)) < 1000
