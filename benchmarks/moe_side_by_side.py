@@ -2,6 +2,7 @@
 
     python benchmarks/moe_side_by_side.py                      # one GPU of 141 GB, a few minutes
     python benchmarks/moe_side_by_side.py --tokens 1 16 --routing collapsed
+    python benchmarks/moe_side_by_side.py --tokens 64 --tile 16 256 64 4 4   # try another tile; no row is saved
 
 All 896 experts at full size. ``collapsed``: every token chooses the same 16 experts; ``distinct``: the choices go round
 all experts, so that as many as possible are hit. Timed as in ``kernels.py``. The dense line is two batched products
@@ -15,8 +16,10 @@ bandwidth, and operations over peak. Rows go to ``benchmarks/results/moe.json``.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from kernel_sizes import EXPERT_WIDTH, EXPERTS, LATENT, TOP_K
@@ -35,7 +38,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 8192])
     parser.add_argument("--routing", nargs="+", choices=("collapsed", "distinct"), default=["collapsed", "distinct"])
+    parser.add_argument("--tile", type=int, nargs=5, metavar=("M", "N", "K", "WARPS", "STAGES"), help="of our kernels")
     args = parser.parse_args()
+    if args.tile is not None:
+        triton_impl = importlib.import_module("sglang_k3.kernels.latent_experts.triton_impl")
+        triton_impl._tile = lambda *_, **__: triton_impl.Tile(*args.tile)
     torch.manual_seed(0)
     weights = packed_experts()
     command = " ".join(["python benchmarks/moe_side_by_side.py", *sys.argv[1:]])
@@ -45,18 +52,21 @@ def main() -> None:
             ids = choices(routing, tokens)
             hit = ids.unique().numel()
             floor = floor_us(tokens, hit)
-            for name, call in (("triton", ours(weights, ids)), ("dense-bf16", dense(tokens, hit))):
+            calls = {"triton": partial(ours, weights, ids)}
+            if args.tile is None:
+                calls["dense-bf16"] = partial(dense, tokens, hit)
+            for name, make in calls.items():
                 row = Row(
                     case=f"latent_experts/{routing}-{tokens}/{name}",
                     metric="us",
-                    value=round(time_us(call), 2),
+                    value=round(time_us(make()), 2),
                     unit="us",
                     baseline=round(floor, 2),
                     command=command,
                 )
                 print(f"{row.case:<36} {row.value:>10.2f} {floor:>10.2f} {row.value / floor:>7.2f}", flush=True)
-                save("moe", [row])
-                del call
+                if args.tile is None:
+                    save("moe", [row])
                 torch.cuda.empty_cache()
 
 

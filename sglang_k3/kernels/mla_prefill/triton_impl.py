@@ -134,26 +134,31 @@ def _prefill(
 
     reach = m + 1 + num_k - num_q if CAUSAL else m * 0 + num_k  # keys below it are seen
     end = tl.minimum(num_k, first + BLOCK_M + num_k - num_q) if CAUSAL else num_k
+    seen_by_all = tl.minimum(num_k, first + 1 + num_k - num_q) if CAUSAL else num_k
+    unmasked_end = tl.maximum(seen_by_all, 0) // BLOCK_N * BLOCK_N
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    for start in range(0, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        key = n[:, None] < num_k
-        rows = k_begin.to(tl.int64) + n
-        k_rows = k + rows[:, None] * k_strides[0] + h * k_strides[1]
-        k_a = tl.load(k_rows + a[None, :] * k_strides[2], mask=key & (a[None, :] < A), other=0.0).to(DOT)
-        scores = tl.dot(q_a, tl.trans(k_a), input_precision="ieee")
-        if C > 0:
-            k_c = tl.load(k_rows + (A + c[None, :]) * k_strides[2], mask=key & (c[None, :] < C), other=0.0).to(DOT)
-            scores = tl.dot(q_c, tl.trans(k_c), scores, input_precision="ieee")
-        seen = (n[None, :] < num_k) & (n[None, :] < reach[:, None])
-        scores = tl.where(seen, scores * scale_log2, float("-inf"))
-        peak, mass, weights, factor = online_softmax(scores, peak, mass)
-        v_rows = v + rows[:, None] * v_strides[0] + h * v_strides[1]
-        v_mask = key & (value_channels[None, :] < V)
-        values = tl.load(v_rows + value_channels[None, :] * v_strides[2], mask=v_mask, other=0.0).to(DOT)
-        total = add_weighted(total * factor[:, None], weights, values)
+    for masked in tl.static_range(2):  # tiles that every query sees, then those at the mask and at the end
+        for start in range(unmasked_end if masked else 0, end if masked else unmasked_end, BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            key = (n < (num_k if masked else start + BLOCK_N))[:, None]
+            rows = k_begin.to(tl.int64) + n
+            k_rows = k + rows[:, None] * k_strides[0] + h * k_strides[1]
+            k_a = tl.load(k_rows + a[None, :] * k_strides[2], mask=key & (a[None, :] < A), other=0.0).to(DOT)
+            scores = tl.dot(q_a, tl.trans(k_a), input_precision="ieee")
+            if C > 0:
+                k_c = tl.load(k_rows + (A + c[None, :]) * k_strides[2], mask=key & (c[None, :] < C), other=0.0).to(DOT)
+                scores = tl.dot(q_c, tl.trans(k_c), scores, input_precision="ieee")
+            scores *= scale_log2
+            if masked:
+                seen = (n[None, :] < num_k) & (n[None, :] < reach[:, None])
+                scores = tl.where(seen, scores, float("-inf"))
+            peak, mass, weights, factor = online_softmax(scores, peak, mass)
+            v_rows = v + rows[:, None] * v_strides[0] + h * v_strides[1]
+            v_mask = key & (value_channels[None, :] < V)
+            values = tl.load(v_rows + value_channels[None, :] * v_strides[2], mask=v_mask, other=0.0).to(DOT)
+            total = add_weighted(total * factor[:, None], weights, values)
 
     out_rows = out + tokens[:, None] * out_strides[0] + h * out_strides[1]
     tl.store(
