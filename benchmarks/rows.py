@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,12 +32,21 @@ class Row:
     command: str
     baseline: float | None = None
     hardware: str = dataclasses.field(default_factory=lambda: hardware())
-    versions: dict[str, str] = dataclasses.field(default_factory=lambda: {name: version(name) for name in PACKAGES})
+    versions: dict[str, str] = dataclasses.field(default_factory=lambda: versions())
     date: str = dataclasses.field(default_factory=lambda: datetime.date.today().isoformat())
 
     def as_json(self) -> dict[str, object]:
         ratio = None if self.baseline is None else round(self.value / self.baseline, 4)
         return {**dataclasses.asdict(self), "ratio": ratio}
+
+
+def versions() -> dict[str, str]:
+    """Of the installed ones of ``PACKAGES``; kernels are timed on machines without the host."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def hardware() -> str:

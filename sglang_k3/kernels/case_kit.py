@@ -28,11 +28,15 @@ class Cost(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseCase:
-    """Sizes are added by each op; ``marks`` are names of pytest markers, e.g. ``("gpu",)``."""
+    """Sizes are added by each op; ``marks`` are names of pytest markers, e.g. ``("gpu",)``.
+
+    Pools are ``aligned`` in benchmarks, as those of a server are; a test also meets those that are not.
+    """
 
     dtype: torch.dtype = torch.float32
     seed: int = 0
     marks: tuple[str, ...] = ()
+    aligned: bool = False
 
     @property
     def id(self) -> str:
@@ -49,6 +53,7 @@ class Draw:
     def __init__(self, case: BaseCase, device: torch.device | str) -> None:
         self.generator = torch.Generator().manual_seed(case.seed)
         self.dtype = case.dtype
+        self.pool_gap = (0, 64) if case.aligned else (2, 3)  # elements before and after each slot
         self.device = torch.device(device)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
@@ -73,8 +78,10 @@ class Draw:
         The slots in ``used`` are drawn; every other slot, and the buffer between the slots, is NaN.
         """
         size = torch.Size(shape).numel()
-        buffer = torch.full((num_slots, size + 5), torch.nan, dtype=dtype or self.dtype, device=self.device)
-        pool = buffer[:, 2 : 2 + size].view(num_slots, *shape)
+        before, after = self.pool_gap
+        pitch = before + size + after
+        buffer = torch.full((num_slots, pitch), torch.nan, dtype=dtype or self.dtype, device=self.device)
+        pool = buffer[:, before : before + size].view(num_slots, *shape)
         pool[used.long()] = self.normal(used.numel(), *shape, dtype=pool.dtype)
         return pool
 

@@ -87,7 +87,7 @@ class KimiK3Model(nn.Module):
             prefix_sum = self.layers[index](prefix_sum, bank, forward_batch)
         if not self.pp_group.is_last_rank:
             return self._hand_over(prefix_sum, bank)
-        return self.norm(self.output_attn_res(bank, prefix_sum))
+        return self.output_attn_res(bank, prefix_sum, self.norm)
 
     def _enter(
         self,

@@ -5,6 +5,7 @@ import torch
 
 from sglang_k3.kernels.depth_mix import depth_mix
 from sglang_k3.kernels.depth_mix.cases import CASES, TOLERANCE, make_inputs
+from sglang_k3.kernels.rms_norm import rms_norm
 from tests.kit.compare import assert_bitwise
 from tests.kit.ops import over_cases
 from tests.kit.tolerance import assert_close
@@ -20,6 +21,10 @@ def test_equals_the_formula_token_by_token(case, device):
         rows = [row.cpu().double() for row in (*bank[:, t], prefix_sum[t])]
         gains = [math.exp((row @ weight) / math.sqrt(row @ row / case.width + kwargs["eps"])) for row in rows]
         expected[t] = sum(gain / sum(gains) * row for gain, row in zip(gains, rows, strict=True))
+        if case.normed:
+            mixed = expected[t].to(case.dtype).double()
+            normed = mixed / math.sqrt(mixed @ mixed / case.width + kwargs["eps"])
+            expected[t] = normed.to(case.dtype).double() * kwargs["norm_weight"].cpu().double()
     assert_close(actual, expected.to(case.dtype), TOLERANCE)
 
 
@@ -28,6 +33,14 @@ def test_an_empty_bank_gives_the_prefix_itself_in_storage_of_its_own():
     out = depth_mix(prefix_sum.new_zeros(0, 3, 8), prefix_sum, torch.randn(8), eps=1e-5)
     assert torch.equal(out, prefix_sum)
     assert out.data_ptr() != prefix_sum.data_ptr()
+
+
+def test_a_normalised_mix_is_the_norm_of_the_mix():
+    bank, prefix_sum, weight = torch.randn(2, 5, 16).bfloat16(), torch.randn(5, 16).bfloat16(), torch.randn(16)
+    norm_weight = torch.randn(16).bfloat16()
+    mixed = depth_mix(bank, prefix_sum, weight, eps=1e-5)
+    fused = depth_mix(bank, prefix_sum, weight, eps=1e-5, norm_weight=norm_weight)
+    assert_bitwise(fused, rms_norm(mixed, norm_weight, eps=1e-5))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8])

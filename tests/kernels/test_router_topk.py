@@ -112,3 +112,16 @@ def test_an_impossible_choice_is_refused():
 def test_scores_that_all_vanish_give_weights_of_zero_and_not_nan():
     topk_weights, _ = router_topk(torch.ones(1, 1), torch.full((4, 1), -200.0), torch.zeros(4), top_k=2, **PLAIN)
     assert topk_weights.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 17, 300, 2047])
+def test_tokens_of_k3_have_the_same_bits_in_batches_of_any_size(tokens, device):
+    """Few tokens and many, 2048 and more, take different ways through the kernel."""
+    x = torch.randn(2100, 7168, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(896, 7168, dtype=torch.bfloat16, device=device) * 7168**-0.5
+    bias = torch.randn(896, device=device) * 0.1
+    many = router_topk(x, weight, bias, top_k=16, **PLAIN)
+    few = router_topk(x[:tokens], weight, bias, top_k=16, **PLAIN)
+    for actual, expected in zip(few, many, strict=True):
+        assert_bitwise(actual, expected[:tokens])

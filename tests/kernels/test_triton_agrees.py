@@ -15,10 +15,9 @@ import torch
 
 from sglang_k3.env import triton_interprets
 from sglang_k3.kernels import OPS
-from tests.kit import interpreter
 from tests.kit.compare import assert_bitwise, assert_ulp
 from tests.kit.ops import clone_pool
-from tests.kit.tolerance import MAX_ULP, assert_close
+from tests.kit.tolerance import assert_close
 
 SMALL = 1_000_000  # bytes and operations of a case that the interpreter finishes in about a second
 OPS_IN_TRITON = [op for op in OPS if importlib.import_module(OPS[op]).IMPLS[0].name == "triton"]
@@ -91,43 +90,38 @@ def storage(tensor):
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def assert_agree(actual, expected, numerics, what):
-    """Each may be as far from the exact result as its class allows, so they may be twice as far from each other."""
+def assert_agree(actual, expected, op, what):
+    """Both may be as far from the exact result as the test of the op allows, so twice as far from each other."""
+    numerics = cases_of(op).TOLERANCE
     if not actual.is_floating_point():
         assert_bitwise(actual, expected, what)
     elif numerics == "ulp":
-        assert_ulp(actual, expected, max_ulp=2 * MAX_ULP[actual.dtype], what=what)
+        max_ulp = importlib.import_module(f"tests.kernels.test_{op}").MAX_ULP[actual.dtype]
+        assert_ulp(actual, expected, max_ulp=2 * max_ulp, what=what)
     else:
         assert_close(actual, expected, numerics, what)
 
 
-def assert_same_memory(actual, expected, before, numerics, what):
+def assert_same_memory(actual, expected, before, op, what):
     """What the reference changed agrees in the class of the op; what it left alone is still there bit for bit."""
     actual, expected, before = storage(actual), storage(expected), storage(before)
     changed = (expected != before) & ~(expected.isnan() & before.isnan())
     assert_bitwise(actual[~changed], before[~changed], f"{what}, outside of what is written")
-    assert_agree(actual[changed], expected[changed], numerics, what)
-
-
-@pytest.fixture(autouse=True)
-def mended_interpreter(monkeypatch):
-    if triton_interprets():
-        interpreter.mend(monkeypatch)
+    assert_agree(actual[changed], expected[changed], op, what)
 
 
 @pytest.mark.parametrize(("op", "case"), cases_to_run())
 def test_results_and_memory_are_those_of_the_reference(op, case, device):
-    numerics = cases_of(op).TOLERANCE
     triton, reference = implementations(op)
     before = named(op, cases_of(op).make_inputs(case, device))
     ours, theirs = copied(before), copied(before)
     actual, expected = call(op, triton, ours), call(op, reference, theirs)
     assert len(actual) == len(expected)
     for n, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert_agree(a, e, numerics, f"result {n}")
+        assert_agree(a, e, op, f"result {n}")
     for name, value in before.items():
         if torch.is_tensor(value):
-            assert_same_memory(ours[name], theirs[name], value, numerics, name)
+            assert_same_memory(ours[name], theirs[name], value, op, name)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Attention Residuals: a bank row keeps its value, and the mix is the softmax over depth."""
+"""Attention Residuals: a bank row keeps its value, and the mix is the softmax over depth, normalised."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sglang_k3.models.text.attn_residual import DepthMix, ResidualBank
+from sglang_k3.models.text.norm import RMSNorm
 from sglang_k3.testing import equations
 from tests.kit.compare import assert_bitwise
 from tests.kit.tolerance import assert_close
@@ -29,6 +30,13 @@ def mix_of(norm: Tensor, proj: Tensor) -> DepthMix:
         mix.load_norm(norm)
         mix.load_proj(proj.unsqueeze(0))
     return mix
+
+
+def random_norm(dtype: torch.dtype = torch.float32) -> RMSNorm:
+    norm = RMSNorm(SIZE, eps=EPS).to(dtype)
+    with torch.no_grad():
+        norm.weight.normal_()
+    return norm
 
 
 def test_a_bank_row_keeps_its_value() -> None:
@@ -68,23 +76,24 @@ def test_a_full_bank_takes_no_more() -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, 8])
 def test_with_a_zero_projection_the_mix_is_the_mean(num_rows: int) -> None:
     rows, prefix_sum = torch.randn(num_rows, TOKENS, SIZE), torch.randn(TOKENS, SIZE)
-    mix = mix_of(torch.rand(SIZE), torch.zeros(SIZE))
+    mix, norm = mix_of(torch.rand(SIZE), torch.zeros(SIZE)), random_norm()
     mean = torch.cat([rows, prefix_sum.unsqueeze(0)]).double().mean(0)
-    assert_close(mix(bank_of(rows, 8), prefix_sum), mean.float(), "ratio")
+    assert_close(mix(bank_of(rows, 8), prefix_sum, norm), norm(mean.float()), "ratio")
 
 
-def test_an_empty_bank_passes_the_prefix_through() -> None:
+def test_an_empty_bank_leaves_the_prefix_to_the_norm() -> None:
     """Layer 0, whose weights never act."""
     prefix_sum = torch.randn(TOKENS, SIZE)
     mix = mix_of(torch.full((SIZE,), torch.nan), torch.full((SIZE,), torch.nan))
-    assert_bitwise(mix(ResidualBank.empty(2, prefix_sum), prefix_sum), prefix_sum)
+    norm = random_norm()
+    assert_bitwise(mix(ResidualBank.empty(2, prefix_sum), prefix_sum, norm), norm(prefix_sum))
 
 
 def test_rows_that_are_not_appended_yet_are_not_read() -> None:
     """The buffer behind the last row is uninitialised."""
     rows, prefix_sum = torch.randn(2, TOKENS, SIZE), torch.randn(TOKENS, SIZE)
-    mix = mix_of(torch.rand(SIZE), torch.randn(SIZE))
-    assert_bitwise(mix(bank_of(rows, 8), prefix_sum), mix(bank_of(rows, 2), prefix_sum))
+    mix, norm = mix_of(torch.rand(SIZE), torch.randn(SIZE)), random_norm()
+    assert_bitwise(mix(bank_of(rows, 8), prefix_sum, norm), mix(bank_of(rows, 2), prefix_sum, norm))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -92,8 +101,9 @@ def test_the_mix_is_the_equation(dtype: torch.dtype) -> None:
     """Scores of normalised rows, average of the rows as they are; checked in fp64, token by token."""
     rows, prefix_sum = torch.randn(3, TOKENS, SIZE).to(dtype), torch.randn(TOKENS, SIZE).to(dtype)
     norm, proj = torch.rand(SIZE) + 0.5, torch.randn(SIZE)
-    actual = mix_of(norm, proj)(bank_of(rows, 3), prefix_sum)
-    expected = [
+    output_norm = random_norm(dtype)
+    actual = mix_of(norm, proj)(bank_of(rows, 3), prefix_sum, output_norm)
+    mixed = [
         equations.depth_mix(
             [*rows[:, t].double(), prefix_sum[t].double()],
             norm_weight=norm.double(),
@@ -102,7 +112,8 @@ def test_the_mix_is_the_equation(dtype: torch.dtype) -> None:
         )
         for t in range(TOKENS)
     ]
-    assert_close(actual, torch.stack(expected).to(dtype), "ratio")
+    expected = equations.unit_rms(torch.stack(mixed), eps=EPS) * output_norm.weight.double()
+    assert_close(actual, expected.to(dtype), "ratio")
 
 
 def test_weights_are_folded_in_fp32() -> None:

@@ -16,13 +16,14 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.attn_merge import reference
 from sglang_k3.kernels.checks import FP32, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "attn_merge"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.attn_merge),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.attn_merge), reference_impl(reference.attn_merge))
 
 
 def attn_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,10 @@
     e_i = sum_c R_ic (mean_c R_ic^2 + eps)^(-1/2) folded_weight_c
     out = sum_i softmax(e)_i R_i                             the rows themselves, not normalised
 
+What reads a mix normalises it first, so the op can also do that: then ``out`` is ``rms_norm(out, norm_weight)``.
+
 Numerics: RATIO; rows are widened to fp32, everything is fp32, one downcast at the end. Normalised rows are never
-rounded. Capturable in CUDA graphs.
+rounded. ``rms_norm`` takes the rounded mix and rounds as that op does. Capturable in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -16,34 +18,42 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import FLOATS, FP32, check_dtypes, check_shapes
 from sglang_k3.kernels.depth_mix import reference
 from sglang_k3.kernels.dispatch import Impl, reference_impl
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "depth_mix"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.depth_mix),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.depth_mix), reference_impl(reference.depth_mix))
 
 
-def depth_mix(bank: Tensor, prefix_sum: Tensor, folded_weight: Tensor, *, eps: float) -> Tensor:
+def depth_mix(
+    bank: Tensor, prefix_sum: Tensor, folded_weight: Tensor, *, eps: float, norm_weight: Tensor | None = None
+) -> Tensor:
     """Mix the rows of each token.
 
     Args:
         bank: frozen rows ``[N, T, D]``, any strides; ``N == 0`` mixes the prefix alone and so returns its values.
         prefix_sum: running sum since the last bank row ``[T, D]``.
         folded_weight: norm weight times projection vector ``[D]``, fp32.
-        eps: added to the mean square of each row.
+        eps: added to the mean square of each row, and to that of the mix if it is normalised.
+        norm_weight: ``[D]``, normalises the mix; converted to the dtype of ``prefix_sum``.
     Returns:
         ``[T, D]`` in the dtype of ``prefix_sum``; never an alias of it.
     Raises:
         ValueError: a shape or dtype does not fit.
     """
     sizes = check_shapes(
-        "depth_mix", bank=(bank, "N T D"), prefix_sum=(prefix_sum, "T D"), folded_weight=(folded_weight, "D")
+        "depth_mix",
+        bank=(bank, "N T D"),
+        prefix_sum=(prefix_sum, "T D"),
+        folded_weight=(folded_weight, "D"),
+        norm_weight=(folded_weight if norm_weight is None else norm_weight, "D"),
     )
-    check_dtypes("depth_mix", FLOATS, prefix_sum=prefix_sum)
+    check_dtypes("depth_mix", FLOATS, prefix_sum=prefix_sum, norm_weight=norm_weight)
     check_dtypes("depth_mix", (prefix_sum.dtype,), bank=bank)
     check_dtypes("depth_mix", FP32, folded_weight=folded_weight)
     fn = bind("depth_mix", OpContext(prefix_sum.device, prefix_sum.dtype, sizes))
-    out: Tensor = fn(bank, prefix_sum, folded_weight, eps=eps)
+    out: Tensor = fn(bank, prefix_sum, folded_weight, eps=eps, norm_weight=norm_weight)
     return out

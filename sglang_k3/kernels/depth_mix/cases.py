@@ -16,13 +16,23 @@ class Case(BaseCase):
     rows: int
     tokens: int
     width: int
+    normed: bool = False
 
 
 CASES = tuple(
-    Case(rows=rows, tokens=tokens, width=width, dtype=dtype, seed=seed)
+    Case(rows=rows, tokens=tokens, width=width, normed=normed, dtype=dtype, seed=seed)
     for dtype in (torch.float32, torch.bfloat16)
-    for seed, (rows, tokens, width) in enumerate(
-        [(0, 3, 16), (1, 0, 16), (1, 1, 1), (2, 5, 63), (3, 17, 64), (7, 2, 129), (8, 2, 7168)]
+    for seed, (rows, tokens, width, normed) in enumerate(
+        [
+            (0, 3, 16, False),
+            (1, 0, 16, True),
+            (1, 1, 1, False),
+            (2, 5, 63, False),
+            (3, 17, 64, True),
+            (4, 3, 65, True),
+            (7, 2, 129, False),
+            (8, 2, 7168, True),
+        ]
     )
 )
 
@@ -34,10 +44,12 @@ def make_inputs(case: Case, device: torch.device | str) -> Inputs:
     bank[case.rows :] = torch.nan
     prefix_sum = draw.normal(case.tokens, case.width, scale=2.0)
     folded_weight = draw.normal(case.width, dtype=torch.float32, scale=case.width**-0.5)
-    return Inputs((bank[: case.rows], prefix_sum, folded_weight), {"eps": 1e-5})
+    norm_weight = draw.normal(case.width) if case.normed else None
+    return Inputs((bank[: case.rows], prefix_sum, folded_weight), {"eps": 1e-5, "norm_weight": norm_weight})
 
 
 def cost(case: Case) -> Cost:
     num_elements = case.tokens * case.width
-    num_bytes = (case.rows + 2) * num_elements * case.dtype.itemsize + 4 * case.width
+    num_bytes = (case.rows + 2) * num_elements * case.dtype.itemsize
+    num_bytes += (4 + case.normed * case.dtype.itemsize) * case.width
     return Cost(num_bytes, 7 * (case.rows + 1) * num_elements)

@@ -13,13 +13,14 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import FLOATS, FP32, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.gated_rms_norm import reference
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "gated_rms_norm"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.gated_rms_norm),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.gated_rms_norm), reference_impl(reference.gated_rms_norm))
 
 
 def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:

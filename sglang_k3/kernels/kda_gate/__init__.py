@@ -13,13 +13,14 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import FLOATS, FP32, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.kda_gate import reference
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "kda_gate"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.kda_gate),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.kda_gate), reference_impl(reference.kda_gate))
 
 
 def kda_gate(a: Tensor, A_log: Tensor, dt_bias: Tensor, *, lower_bound: float) -> Tensor:

@@ -14,13 +14,14 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import BOOL, FLOATS, INTEGERS, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.kv_gather import reference
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "kv_gather"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.kv_gather),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.kv_gather), reference_impl(reference.kv_gather))
 
 
 def kv_gather(kv_pool: Tensor, *, loc: Tensor, owner_mask: Tensor | None = None) -> Tensor:

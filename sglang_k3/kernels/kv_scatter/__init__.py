@@ -12,13 +12,14 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import BOOL, FLOATS, INTEGERS, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.kv_scatter import reference
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "kv_scatter"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.kv_scatter),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.kv_scatter), reference_impl(reference.kv_scatter))
 
 
 def kv_scatter(rows: Tensor, kv_pool: Tensor, *, loc: Tensor, owner_mask: Tensor | None = None) -> None:

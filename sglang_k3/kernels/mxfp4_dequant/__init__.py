@@ -15,6 +15,7 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import BYTES, FLOATS, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.mxfp4_dequant import reference
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IMPLS", "mxfp4_dequant"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.mxfp4_dequant),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.mxfp4_dequant), reference_impl(reference.mxfp4_dequant))
 
 
 def mxfp4_dequant(packed: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor:

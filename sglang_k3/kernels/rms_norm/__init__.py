@@ -13,13 +13,14 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import FLOATS, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.rms_norm import reference
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "rms_norm"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.rms_norm),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.rms_norm), reference_impl(reference.rms_norm))
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:

@@ -19,13 +19,14 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import FLOATS, FP32, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.router_topk import reference
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "router_topk"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.router_topk),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.router_topk), reference_impl(reference.router_topk))
 
 
 def router_topk(

@@ -20,6 +20,7 @@ class Case(BaseCase):
     renormalize: bool = True
     scaling_factor: float = 1.0
     groups: tuple[int, int] = (1, 1)
+    weight_dtype: torch.dtype = torch.float32
 
 
 BF16 = torch.bfloat16
@@ -34,6 +35,7 @@ CASES = (
     Case(tokens=3, width=128, experts=896, top_k=16, seed=7),
     Case(tokens=5, width=64, experts=8, top_k=2, dtype=BF16, seed=8),
     Case(tokens=3, width=128, experts=896, top_k=16, dtype=BF16, seed=9),
+    Case(tokens=19, width=1000, experts=70, top_k=5, dtype=BF16, weight_dtype=BF16, seed=10),
 )
 
 
@@ -47,10 +49,11 @@ def make_inputs(case: Case, device: torch.device | str) -> Inputs:
         "topk_group": case.groups[1],
     }
     x = draw.normal(case.tokens, case.width)
-    weight = draw.normal(case.experts, case.width, dtype=torch.float32, scale=case.width**-0.5)
+    weight = draw.normal(case.experts, case.width, dtype=case.weight_dtype, scale=case.width**-0.5)
     return Inputs((x, weight, draw.normal(case.experts, dtype=torch.float32, scale=0.1)), kwargs)
 
 
 def cost(case: Case) -> Cost:
-    num_bytes = case.tokens * case.width * case.dtype.itemsize + 4 * case.experts * (case.width + 1)
+    num_bytes = case.tokens * case.width * case.dtype.itemsize
+    num_bytes += case.experts * (case.width * case.weight_dtype.itemsize + 4)
     return Cost(num_bytes + 8 * case.tokens * case.top_k, 2 * case.tokens * case.width * case.experts)

@@ -14,13 +14,14 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import FLOATS, FP32, INTEGERS, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.short_conv_decode import reference
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "short_conv_decode"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.short_conv_decode),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.short_conv_decode), reference_impl(reference.short_conv_decode))
 
 
 def short_conv_decode(x: Tensor, weight: Tensor, *, conv_states: Tensor, cache_indices: Tensor) -> Tensor:

@@ -18,13 +18,14 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import BOOL, FLOATS, FP32, INTEGERS, check_dtypes, check_shapes, check_together
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.short_conv_prefill import reference
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "short_conv_prefill"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.short_conv_prefill),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.short_conv_prefill), reference_impl(reference.short_conv_prefill))
 
 
 def short_conv_prefill(

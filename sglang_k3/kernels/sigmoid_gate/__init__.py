@@ -12,13 +12,14 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import FLOATS, check_dtypes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.sigmoid_gate import reference
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "sigmoid_gate"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.sigmoid_gate),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.sigmoid_gate), reference_impl(reference.sigmoid_gate))
 
 
 def sigmoid_gate(o: Tensor, gate: Tensor) -> Tensor:

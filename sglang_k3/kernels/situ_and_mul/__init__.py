@@ -13,13 +13,14 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import FLOATS, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.situ_and_mul import reference
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "situ_and_mul"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.situ_and_mul),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.situ_and_mul), reference_impl(reference.situ_and_mul))
 
 
 def situ_and_mul(gate_up: Tensor, *, beta: float, linear_beta: float | None) -> Tensor:

@@ -14,13 +14,14 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import INTEGERS, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.state_copy import reference
+from sglang_k3.kernels.triton_support import triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "state_copy"]
 
-IMPLS: tuple[Impl, ...] = (reference_impl(reference.state_copy),)
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.state_copy), reference_impl(reference.state_copy))
 
 
 def state_copy(states: Tensor, *, src_indices: Tensor, dst_indices: Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sglang_k3.kernels import OpContext, bind
+from sglang_k3.models.text.norm import RMSNorm
 
 
 class ResidualBank:
@@ -36,7 +37,7 @@ class ResidualBank:
 
 
 class DepthMix(nn.Module):
-    """One mix: scores of every bank row and the prefix, softmax over depth, weighted sum.
+    """One mix: scores of every bank row and the prefix, softmax over depth, weighted sum, then a norm of the same eps.
 
     The norm weight and the projection only ever appear as a product, so they are folded into one fp32
     vector when both have been loaded; normalised rows are never rounded (fact sheet 7.4).
@@ -64,8 +65,8 @@ class DepthMix(nn.Module):
         self.proj_weight.copy_(tensor[0])
         self._folded = None
 
-    def forward(self, bank: ResidualBank, prefix_sum: torch.Tensor) -> torch.Tensor:
-        """``[T, D]``: the mixed residual that the next sub-layer normalises and reads."""
+    def forward(self, bank: ResidualBank, prefix_sum: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """``[T, D]``: the mixed residual, normalised for the sub-layer that reads it."""
         if bank.num_rows == 0:
-            return prefix_sum
-        return self.depth_mix(bank.rows, prefix_sum, self.folded_weight, eps=self.eps)
+            return norm(prefix_sum)
+        return self.depth_mix(bank.rows, prefix_sum, self.folded_weight, eps=self.eps, norm_weight=norm.weight)

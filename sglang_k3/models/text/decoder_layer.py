@@ -59,12 +59,10 @@ class KimiDecoderLayer(nn.Module):
 
     def forward(self, prefix_sum: torch.Tensor, bank: ResidualBank, forward_batch: ForwardBatch) -> torch.Tensor:
         """The running prefix after this layer, ``[T, D]``; at a block boundary the old one joins ``bank``."""
-        mixed = self.self_attention_res(bank, prefix_sum)
-        attn_out = self.self_attn(self.input_layernorm(mixed), forward_batch)
+        attn_out = self.self_attn(self.self_attention_res(bank, prefix_sum, self.input_layernorm), forward_batch)
         if self.appends_bank_row:
             bank.append(prefix_sum)
             prefix_sum = attn_out
         else:
             prefix_sum = prefix_sum + attn_out
-        mixed = self.mlp_res(bank, prefix_sum)
-        return prefix_sum + self.mlp(self.post_attention_layernorm(mixed))
+        return prefix_sum + self.mlp(self.mlp_res(bank, prefix_sum, self.post_attention_layernorm))
