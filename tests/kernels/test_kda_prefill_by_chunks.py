@@ -1,4 +1,4 @@
-"""KDA in Triton at every depth, length and decay, where its cases have but a few: the GPU runs all, CI a sample.
+"""``kda_prefill`` in Triton at every depth and length and at extreme decays: the GPU runs all of them, CI a sample.
 
 The sample runs in Triton's interpreter, which has to be chosen before Triton is imported: in a process of its own.
 """
@@ -12,26 +12,18 @@ import pytest
 import torch
 
 from sglang_k3.env import triton_interprets
-from sglang_k3.kernels import kda_decode, kda_prefill
+from sglang_k3.kernels import kda_prefill
 from sglang_k3.kernels.case_kit import cu_seqlens
-from sglang_k3.kernels.kda_decode import cases as decode_cases
-from tests.kit import interpreter
 from tests.kit.compare import assert_bitwise
 from tests.kit.kda_oracle import Head, prepared, recurrence
-from tests.kit.ops import call_on_copy, clone_pool, fp64, over_cases
+from tests.kit.ops import clone_pool, fp64
 from tests.kit.tolerance import assert_close
 
-PREFILL, DECODE = kda_prefill.IMPLS[0].fn, kda_decode.IMPLS[0].fn
+PREFILL = kda_prefill.IMPLS[0].fn
 HEADS, KEY_DIM, VALUE_DIM = 2, 12, 7
 SCALE = KEY_DIM**-0.5
 
 runs_triton = (lambda test: test) if triton_interprets() else pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def mended_interpreter(monkeypatch):
-    if triton_interprets():
-        interpreter.mend(monkeypatch)
 
 
 def on_gpu_or(sample, every):
@@ -172,19 +164,6 @@ def test_what_is_not_a_number_stays_in_its_sequence(device):
     others = torch.tensor([*range(33), *range(38, 68)])
     assert_bitwise(o.cpu()[others], clean.cpu()[others], "output")
     assert_bitwise(after[[0, 2]], clean_pool[[0, 2]], "pool")
-
-
-@runs_triton
-@over_cases([case for case in decode_cases.CASES if case.batch > 1 and not case.padding])
-def test_a_decoded_row_does_not_depend_on_its_batch(case, device):
-    inputs = decode_cases.make_inputs(case, device)
-    together, pool_together = call_on_copy(DECODE, inputs, "ssm_states")
-    for b, slot in enumerate(inputs.kwargs["cache_indices"].tolist()):
-        row = inputs._replace(args=tuple(x[b : b + 1].clone() for x in inputs.args))
-        indices = torch.tensor([slot], device=device, dtype=torch.int32)
-        alone, pool_alone = call_on_copy(DECODE, row, "ssm_states", cache_indices=indices)
-        assert_bitwise(alone, together[b : b + 1], f"row {b}")
-        assert_bitwise(pool_alone[slot], pool_together[slot], f"state of row {b}")
 
 
 def test_the_interpreter_agrees_on_the_cpu():
