@@ -7,7 +7,8 @@
 A figure is the time of one call with a cold L2 cache: 20 times a read that flushes the cache and the call in one CUDA
 graph, less the same graph without the calls, by 20; the median of 21 replays. Launches of the host do not count, gaps
 between the kernels of a call do. What cannot be captured, because it waits for the device, is timed with CUDA events
-around single calls (metric ``us_eager``), at least 20 unless they take longer than a second together.
+around single calls (metric ``us_eager``), 20 of them unless they take longer than a second together; so is what takes
+20 ms or more.
 
 The floor is the larger of bytes over bandwidth and operations over peak, both as measured on an H200. Rows go to
 ``benchmarks/results/kernels.json``, one op at a time; an op that fails is reported and the next one is timed.
@@ -23,19 +24,19 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from kernel_sizes import SIZES
 from rows import Row, save
 
 from sglang_k3.kernels import OPS, OpContext
+from sglang_k3.kernels.case_kit import Cost, Inputs
 from sglang_k3.kernels.dispatch import Impl
 
 BYTES_PER_US = 4.21e6
 OPERATIONS_PER_US = 790e6
 CALLS, REPLAYS = 20, 21
-EAGER_LIMIT_US = 1e6
+CAPTURE_LIMIT_US, EAGER_LIMIT_US = 20e3, 1e6
 FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU so far
 
 
@@ -58,7 +59,7 @@ def main() -> None:
         parser.error(f"no sizes for {', '.join(sorted(unknown))}. Known: {', '.join(SIZES)}")
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, found none")
-    failed = []
+    failed: list[tuple[str, str]] = []
     print(f"{'case':<48} {'metric':<9} {'us':>10} {'floor':>9} {'ratio':>7}", flush=True)
     for op in args.ops or SIZES:
         results = list(time_op(op, args.impl, args.size, failed))
@@ -75,15 +76,20 @@ def time_op(op: str, only: str | None, size_part: str, failed: list[tuple[str, s
     for size, arguments in SIZES[op].items():
         if size_part not in size:
             continue
+        inputs = None
         for impl in module.IMPLS:
             if only not in (None, impl.name):
                 continue
             name = f"{op}/{size}/{impl.name}"
+            case = cases.Case(**{"dtype": torch.bfloat16, "timed": True, **arguments})
+            reason = impl.supports(OpContext(torch.device("cuda"), case.dtype))
+            if reason is not None:
+                print(f"{name:<48} {reason}")
+                continue
             try:
-                case = cases.Case(**{"dtype": torch.bfloat16, "aligned": True, **arguments})
-                metric, us = time_case(impl, case, cases.make_inputs(case, "cuda"))
+                inputs = inputs or cases.make_inputs(case, "cuda")
+                metric, us = time_case(impl, inputs)
             except Exception as error:  # a table with one hole is worth more than none
-                print(f"{name:<48} {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
                 traceback.print_exc()
                 failed.append((name, repr(error)[:200]))
                 torch.cuda.synchronize()  # raises if the device is lost: nothing after it would run
@@ -96,7 +102,7 @@ def time_op(op: str, only: str | None, size_part: str, failed: list[tuple[str, s
             yield Result(case=name, metric=metric, us=us, floor_us=floor)
 
 
-def floor_us(cost: Any) -> float:
+def floor_us(cost: Cost) -> float:
     return max(cost.num_bytes / BYTES_PER_US, cost.num_flops / OPERATIONS_PER_US)
 
 
@@ -104,18 +110,15 @@ def as_row(result: Result, command: str) -> Row:
     return Row(
         case=result.case,
         metric=result.metric,
-        value=round(result.us, 3),
+        value=float(f"{result.us:.4g}"),
         unit="us",
-        baseline=round(result.floor_us, 3),
+        baseline=float(f"{result.floor_us:.4g}"),
         command=command,
     )
 
 
-def time_case(impl: Impl, case: Any, inputs: Any) -> tuple[str, float]:
+def time_case(impl: Impl, inputs: Inputs) -> tuple[str, float]:
     """Metric and microseconds of one call."""
-    reason = impl.supports(OpContext(torch.device("cuda"), case.dtype))
-    if reason is not None:
-        raise ValueError(f"{impl.name} {reason}")
 
     def call() -> None:
         impl.fn(*inputs.args, **inputs.kwargs)
@@ -128,7 +131,7 @@ def time_case(impl: Impl, case: Any, inputs: Any) -> tuple[str, float]:
     flush()
     first_us = time_once(call)  # compiles
     us = min(first_us, time_once(call))
-    if us < EAGER_LIMIT_US / CALLS:
+    if us < CAPTURE_LIMIT_US:
         with_calls = captured(lambda: (flush(), call()))
         if with_calls is not None:
             without = captured(flush)
@@ -140,7 +143,7 @@ def time_case(impl: Impl, case: Any, inputs: Any) -> tuple[str, float]:
 
 def captured(fn: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
     """A graph of ``CALLS`` times ``fn``, or ``None`` if it waits for the device."""
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph):
             for _ in range(CALLS):
@@ -148,6 +151,7 @@ def captured(fn: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
     except RuntimeError as error:
         if "captur" not in str(error):
             raise
+        torch.cuda.set_stream(stream)
         torch.cuda.synchronize()
         return None
     return graph

@@ -1,6 +1,7 @@
 """What the ``cases.py`` of every op share: the case itself, its inputs, its cost, and pools that punish stray reads.
 
-Cases feed tests and benchmarks alike. Inputs are drawn on the CPU and moved, so that every device sees the same bits.
+Cases feed tests and benchmarks alike. Inputs are drawn on the CPU and moved, so that every device sees the same bits; a
+benchmark, for which the bits do not matter but their number does, has them drawn where they are needed.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class Cost(NamedTuple):
 class BaseCase:
     """Sizes are added by each op; ``marks`` are names of pytest markers, e.g. ``("gpu",)``.
 
-    Pools are ``aligned`` in benchmarks, as those of a server are; a test also meets those that are not.
+    ``timed`` cases are those of a benchmark: drawn on the device, with pools that are aligned as those of a server are.
     """
 
     dtype: torch.dtype = torch.float32
     seed: int = 0
     marks: tuple[str, ...] = ()
-    aligned: bool = False
+    timed: bool = False
 
     @property
     def id(self) -> str:
@@ -51,26 +52,27 @@ class Draw:
     """Seeded inputs for one case on one device."""
 
     def __init__(self, case: BaseCase, device: torch.device | str) -> None:
-        self.generator = torch.Generator().manual_seed(case.seed)
         self.dtype = case.dtype
-        self.pool_gap = (0, 64) if case.aligned else (2, 3)  # elements before and after each slot
         self.device = torch.device(device)
+        self.generator = torch.Generator(self.device if case.timed else "cpu").manual_seed(case.seed)
+        self._source: dict[str, Any] = {"generator": self.generator, "device": self.generator.device}
+        self.pool_gap = (0, 64) if case.timed else (2, 3)  # elements before and after each slot
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
-        values = torch.randn(*shape, generator=self.generator) * scale
+        values = torch.randn(*shape, **self._source) * scale
         return values.to(self.device, dtype or self.dtype)
 
     def uniform(self, *shape: int, low: float, high: float, dtype: torch.dtype | None = None) -> Tensor:
-        values = torch.rand(*shape, generator=self.generator) * (high - low) + low
+        values = torch.rand(*shape, **self._source) * (high - low) + low
         return values.to(self.device, dtype or self.dtype)
 
     def integers(self, *shape: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
         """Uniform in ``low <= n < high``."""
-        return torch.randint(low, high, shape, generator=self.generator).to(self.device, dtype)
+        return torch.randint(low, high, shape, **self._source).to(self.device, dtype)
 
     def distinct(self, count: int, *, below: int, dtype: torch.dtype = torch.int64) -> Tensor:
         """``count`` different numbers in random order, ``0 <= n < below``."""
-        return torch.randperm(below, generator=self.generator)[:count].to(self.device, dtype)
+        return torch.randperm(below, **self._source)[:count].to(self.device, dtype)
 
     def pool(self, num_slots: int, *shape: int, used: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A pool ``[num_slots, *shape]`` whose slots lie apart in a larger buffer, as in one byte pool for all layers.

@@ -8,7 +8,7 @@ With ``topk_group < num_expert_group`` the experts compete only inside the best 
 of its two best biased scores, ties again to the lower index.
 
 Numerics: RATIO for the weights; the ids are exact wherever scores differ by more than fp32 noise. A row of NaN gives
-valid ids and NaN weights. Capturable in CUDA graphs.
+valid ids and NaN weights. The Triton kernel gives a token the same bits in every batch. Capturable in CUDA graphs.
 """
 
 from __future__ import annotations
