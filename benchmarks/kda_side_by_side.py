@@ -55,7 +55,7 @@ def main() -> None:
             ours = output(impls[0], inputs)
             for impl in impls:
                 error = ((output(impl, inputs) - ours).square().mean() / ours.square().mean()).sqrt().item()
-                metric, us = time_case(impl, case, inputs)
+                metric, us = time_case(impl, inputs)
                 floor = floor_us(cases.cost(case))
                 name = f"{op}/{size}-{heads}-heads/{impl.name}"
                 print(f"{name:<44} {us:>10.2f} {floor:>9.2f} {us / floor:>7.2f}   {error:.1e}", flush=True)
@@ -70,7 +70,7 @@ def main() -> None:
 
 def sizes(heads: int) -> Iterator[tuple[str, str, Any, list[Impl]]]:
     """Name, op, case and implementations, ours first."""
-    width = {"heads": heads, "key_dim": KEY_DIM, "value_dim": VALUE_DIM, "dtype": torch.bfloat16, "aligned": True}
+    width = {"heads": heads, "key_dim": KEY_DIM, "value_dim": VALUE_DIM, "dtype": torch.bfloat16, "timed": True}
     for op, host in (("kda_decode", host_decode), ("kda_prefill", host_prefill)):
         module, cases = importlib.import_module(OPS[op]), importlib.import_module(f"{OPS[op]}.cases")
         impls = [module.IMPLS[0], Impl("host", host, lambda _: None)]
