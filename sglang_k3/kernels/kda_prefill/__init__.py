@@ -4,8 +4,8 @@ The recurrence is that of ``kda_step``. q and k come as the convolution left the
 
 Numerics: RATIO; fp32 inside, the output is rounded once. The state stays fp32 over the whole extend and is rounded to
 the dtype of the pool where it is stored. On a CPU, with an fp32 pool, the reference gives the bits of ``kda_decode``
-token by token (I6). Lengths and indices are device tensors; the reference reads them on the host, so it cannot be
-captured in a CUDA graph.
+token by token (I6). Lengths and indices are device tensors: a kernel can be captured in a CUDA graph, the reference
+reads them on the host and cannot.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ With G the sum of g since the begin of a chunk, S ``[K, V]`` the state at its be
 in three launches: ``_cut_chunks`` lists the chunks, cut so that one ends at the depth of a snapshot; ``_within_chunks``
 does for all of them at once what needs no state; ``_over_chunks`` carries a tile of the state through a sequence.
 
-``exp(-G)`` would overflow, so pairs of tokens are taken by halves (see ``_interact``) and no exponent is ever
-positive, whatever g. Lengths stay on the device: nothing waits for it. Products of fp32 are taken in three passes of
-tf32, which keeps the state to fp32; those that only a narrower output sees take one.
+``exp(-G)`` would overflow, so pairs of tokens are taken by halves (see ``_interact``): no exponent is ever positive and
+none is a difference, whatever g. Lengths stay on the device: nothing waits for it. Products of fp32 are taken in three
+passes of tf32, which keeps the state to fp32; those that only a narrower output sees take one.
 
 Legend: T tokens, B sequences, H heads, K key channels, V value channels, N chunks (upper bound); C, BK, BS, BV tiles.
 """
@@ -206,17 +206,15 @@ def _within_chunks(
         b_q = tl.load(p_q + o_k[None, :] * q_strides[2], mask=m_tk, other=0.0).to(tl.float32) * b_q_factor
         b_k = tl.load(p_k + o_k[None, :] * k_strides[2], mask=m_tk, other=0.0).to(tl.float32) * b_k_factor
         b_g = tl.load(p_g + o_k[None, :] * g_strides[2], mask=m_tk, other=0.0)
-        b_g_sum = tl.cumsum(b_g, axis=0)  # [C, BS]
-        b_a, b_mix = _interact(b_a, b_mix, b_q, b_k, b_g_sum, C, LEVELS, BS, STATE_PASSES, OUT_PASSES)
-
-        # Rows beyond the chunk decay by exp(0), so the sum over the whole chunk stands in the last one.
-        b_g_all = tl.sum(tl.where((o_c == C - 1)[:, None], b_g_sum, 0.0), axis=0)
-        b_decay = tl.exp(b_g_sum)
+        b_a, b_mix, b_before, b_after = _interact(b_a, b_mix, b_q, b_k, b_g, C, LEVELS, BS, STATE_PASSES, OUT_PASSES)
+        b_decay = tl.exp(b_before)
         o_tk = (o_t[:, None] * H + i_h) * BK + o_k[None, :]
         tl.store(q_in + o_tk, b_q * b_decay, mask=m_t[:, None])
         tl.store(k_in + o_tk, b_k * b_decay, mask=m_t[:, None])
-        tl.store(k_out + o_tk, b_k * tl.exp(b_g_all[None, :] - b_g_sum), mask=m_t[:, None])
-        tl.store(decay + (i_n * H + i_h) * BK + o_k, tl.exp(b_g_all))
+        tl.store(k_out + o_tk, b_k * tl.exp(b_after), mask=m_t[:, None])
+        # Rows beyond the chunk do not decay, so its whole decay stands in the last row.
+        b_decay_all = tl.sum(tl.where((o_c == C - 1)[:, None], b_decay, 0.0), axis=0)
+        tl.store(decay + (i_n * H + i_h) * BK + o_k, b_decay_all)
 
     o_tc = (o_t[:, None] * H + i_h) * C + o_c[None, :]
     b_solve = _inverse(b_a * b_beta[:, None], C, LEVELS, STATE_PASSES) * b_beta[None, :]
@@ -238,29 +236,37 @@ def _interact(
     b_mix,
     b_q,
     b_k,
-    b_g_sum,
+    b_g,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     BS: tl.constexpr,
     STATE_PASSES: tl.constexpr,
     OUT_PASSES: tl.constexpr,
 ):
-    """Add what ``BS`` key channels give to A (without beta) and to M, ``[C, C]``, by halves of 2, 4, ... C tokens.
+    """What ``BS`` key channels give to A (without beta) and to M ``[C, C]``, added by halves of 2, 4, ..., C tokens.
 
     A token i of the second half meets a token j of the first one through the last token m of the first half:
-    exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j), both at most one.
+    exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j). So i needs the sum of g from the begin of its half to itself, j that
+    of the tokens after it in its half; both grow from half to half, and nothing is ever subtracted. In the end they are
+    the sums over the chunk, which are returned too.
     """
     o_c = tl.arange(0, C)
+    b_before, b_after = b_g, tl.zeros_like(b_g)
     b_mix += tl.where(o_c[:, None] == o_c[None, :], tl.sum(b_q * b_k, axis=1)[:, None], 0.0)
     for level in range(LEVELS):
-        b_middle = ((o_c >> level | 1) << level) - 1
-        b_g_middle = tl.gather(b_g_sum, tl.broadcast_to(b_middle[:, None], (C, BS)), axis=0)
-        b_decay = tl.exp(-tl.abs(b_g_sum - b_g_middle))
+        is_second = (o_c >> level & 1 == 1)[:, None]
+        b_decay = tl.exp(tl.where(is_second, b_before, b_after))
         b_k_middle = b_k * b_decay
         m_cross = _crosses(level, C)
         b_a += tl.where(m_cross, _dot(b_k_middle, tl.trans(b_k_middle), None, STATE_PASSES), 0.0)
         b_mix += tl.where(m_cross, _dot(b_q * b_decay, tl.trans(b_k_middle), None, OUT_PASSES), 0.0)
-    return b_a, b_mix
+
+        # The sum over the other half stands in its last row.
+        o_last = ((o_c[:, None] >> level) + tl.where(is_second, 0, 2) << level) - 1
+        b_other = tl.gather(b_before, tl.broadcast_to(o_last, (C, BS)), axis=0)
+        b_before += tl.where(is_second, b_other, 0.0)
+        b_after += tl.where(is_second, 0.0, b_other)
+    return b_a, b_mix, b_before, b_after
 
 
 @triton.jit

@@ -1,0 +1,152 @@
+"""How long KDA takes in our kernels and in the ones that the host ships for it, on the same inputs.
+
+    python benchmarks/kda_side_by_side.py                         # one GPU, SGLang installed; a few minutes
+    python benchmarks/kda_side_by_side.py --heads 12 --size prefill
+    python benchmarks/kda_side_by_side.py --size prefill --set kda_prefill.C=64 kda_prefill.OVER_WARPS=8   # not saved
+
+96 heads are a whole layer of K3, 12 what a rank of eight holds. The host gets the log decay ready made, as we do. Its
+prefill takes no snapshot; ours takes one per sequence where the name says ``tracked``. Timed as in ``kernels.py``,
+against the same floor. Before a time, the output is compared with ours; the host rounds to bf16 inside. Rows go to
+``benchmarks/results/kda.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from kernels import floor_us, time_case
+from rows import Row, save
+from torch import Tensor
+
+from sglang_k3.kernels import OPS
+from sglang_k3.kernels.case_kit import Inputs
+from sglang_k3.kernels.dispatch import Impl
+
+KEY_DIM = VALUE_DIM = 128
+PREFILLS = {"prefill-1x8192": (8192,), "prefill-8x1024": (1024,) * 8, "prefill-64x128": (128,) * 64}
+BATCHES = (1, 16, 64, 256)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, nargs="+", default=[12, 96])
+    parser.add_argument("--size", default="", help="time sizes whose name holds this, such as decode")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="OP.NAME=NUMBER", help="tile sizes of our kernels to try"
+    )
+    args = parser.parse_args()
+    for setting in args.set:
+        name, number = setting.split("=")
+        op, constant = name.split(".")
+        setattr(importlib.import_module(f"{OPS[op]}.triton_impl"), constant, int(number))
+    command = " ".join(["python benchmarks/kda_side_by_side.py", *sys.argv[1:]])
+    print(f"{'case':<44} {'us':>10} {'floor':>9} {'ratio':>7}   RMS error to ours", flush=True)
+    for heads in args.heads:
+        for size, op, case, impls in sizes(heads):
+            if args.size not in size:
+                continue
+            cases = importlib.import_module(f"{OPS[op]}.cases")
+            inputs = as_the_host_wants_them(op, cases.make_inputs(case, "cuda"))
+            ours = output(impls[0], inputs)
+            for impl in impls:
+                error = ((output(impl, inputs) - ours).square().mean() / ours.square().mean()).sqrt().item()
+                metric, us = time_case(impl, inputs)
+                floor = floor_us(cases.cost(case))
+                name = f"{op}/{size}-{heads}-heads/{impl.name}"
+                print(f"{name:<44} {us:>10.2f} {floor:>9.2f} {us / floor:>7.2f}   {error:.1e}", flush=True)
+                row = Row(
+                    case=name, metric=metric, value=round(us, 2), unit="us", baseline=round(floor, 2), command=command
+                )
+                if not args.set:
+                    save("kda", [row])
+            del inputs
+            torch.cuda.empty_cache()
+
+
+def sizes(heads: int) -> Iterator[tuple[str, str, Any, list[Impl]]]:
+    """Name, op, case and implementations, ours first."""
+    width = {"heads": heads, "key_dim": KEY_DIM, "value_dim": VALUE_DIM, "dtype": torch.bfloat16, "timed": True}
+    for op, host in (("kda_decode", host_decode), ("kda_prefill", host_prefill)):
+        module, cases = importlib.import_module(OPS[op]), importlib.import_module(f"{OPS[op]}.cases")
+        impls = [module.IMPLS[0], Impl("host", host, lambda _: None)]
+        if op == "kda_decode":
+            for batch in BATCHES:
+                yield f"decode-{batch}", op, cases.Case(batch=batch, **width), impls
+            continue
+        for size, lens in PREFILLS.items():
+            yield size, op, cases.Case(lens=lens, track=False, **width), impls
+        yield f"{size}-tracked", op, cases.Case(lens=lens, **width), impls[:1]
+
+
+def as_the_host_wants_them(op: str, inputs: Inputs) -> Inputs:
+    """Slots without gaps in the order of the sequences; for decode also q, k and v without gaps."""
+    kwargs = dict(inputs.kwargs)
+    names = [name for name in ("cache_indices", "track_indices") if kwargs.get(name) is not None]
+    kwargs["ssm_states"] = kwargs["ssm_states"][torch.cat([kwargs[name] for name in names]).long()]
+    for n, name in enumerate(names):
+        num_seqs = len(kwargs[name])
+        kwargs[name] = torch.arange(n * num_seqs, (n + 1) * num_seqs, device=kwargs[name].device, dtype=torch.int32)
+    # The prefill of the host writes its output over a v without gaps, so there q, k and v stay views of one tensor.
+    return Inputs(tuple(x.contiguous() for x in inputs.args) if op == "kda_decode" else inputs.args, kwargs)
+
+
+def output(impl: Impl, inputs: Inputs) -> Tensor:
+    """One call that leaves the pool of ``inputs`` as it was."""
+    o: Tensor = impl.fn(*inputs.args, **{**inputs.kwargs, "ssm_states": inputs.kwargs["ssm_states"].clone()})
+    return o.float()
+
+
+def host_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    ssm_states: Tensor,
+    cu_seqlens: Tensor,
+    cache_indices: Tensor,
+    scale: float,
+    **_: Any,
+) -> Tensor:
+    o: Tensor = _host("chunk_kda")(
+        *(x.unsqueeze(0) for x in (q, k, v, g, beta)),
+        scale=scale,
+        initial_state=ssm_states,
+        initial_state_indices=cache_indices,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=cu_seqlens,
+    )
+    return o.squeeze(0)
+
+
+def host_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    ssm_states: Tensor,
+    cache_indices: Tensor,
+    scale: float,
+) -> Tensor:
+    """The host's plain recurrence. It takes no indices: the slots are those of the sequences in their order."""
+    o, _ = _host("fused_recurrent_kda")(
+        *(x.unsqueeze(1) for x in (q, k, v, g, beta)), scale=scale, initial_state=ssm_states
+    )
+    return o.squeeze(1)
+
+
+def _host(name: str) -> Callable[..., Any]:
+    fn: Callable[..., Any] = getattr(importlib.import_module("sglang.kernels.ops.attention.fla.kda"), name)
+    return fn
+
+
+if __name__ == "__main__":
+    main()
