@@ -2,8 +2,9 @@
 
     .venv/bin/python benchmarks/readme.py
 
-A table stands between ``<!-- rows: TOPIC -->`` (figures of ``benchmarks/results/TOPIC.json``) or ``<!-- seams -->``
-(the ledger of the plugin) and ``<!-- end -->``; nothing in between is written by hand.
+A table stands between ``<!-- rows: TOPIC -->`` (figures of ``benchmarks/results/TOPIC.json``), ``<!-- slice -->``
+(those of the unit slice, the two routings side by side) or ``<!-- seams -->`` (the ledger of the plugin) and
+``<!-- end -->``; nothing in between is written by hand.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from rows import ROOT, load
 
 from sglang_k3.integration.seams import SEAMS
 
-_BLOCK = re.compile(r"(<!-- (?:rows: (\w+)|seams) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (rows|seams|slice)(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def with_tables(text: str) -> str:
     """A document with the tables between its markers written anew."""
-    return _BLOCK.sub(lambda match: match[1] + (_rows(match[2]) if match[2] else _seams()) + match[3], text)
+
+    def rewritten(block: re.Match[str]) -> str:
+        start, kind, topic, end = block.groups()
+        return start + (_rows(topic) if kind == "rows" else _seams() if kind == "seams" else _slice()) + end
+
+    return _BLOCK.sub(rewritten, text)
 
 
 def _rows(topic: str) -> str:
@@ -28,6 +34,18 @@ def _rows(topic: str) -> str:
         limit = "" if row["baseline"] is None else f"{row['baseline']:g} {row['unit']}"
         figure = f"{row['value']:g} {row['unit']}"
         lines.append(f"| {row['case']} | {figure} | {limit} | {row['hardware']} | {row['date']} |")
+    return "\n".join(lines) + "\n"
+
+
+def _slice() -> str:
+    """A line per shape: milliseconds and the ratio to the floor."""
+    lines = ["| step | distinct routing | x floor | collapsed routing | x floor |", "| --- | --- | --- | --- | --- |"]
+    figures: dict[str, dict[str, str]] = {}
+    for row in load("unit_slice"):
+        shape, _, routing = str(row["case"]).rpartition("/")
+        figures.setdefault(shape, {})[routing] = f"{row['value']:.2f} ms | {row['ratio']:.2f}"
+    for shape, by_routing in figures.items():
+        lines.append(f"| `{shape}` | {by_routing.get('distinct', ' | ')} | {by_routing.get('collapsed', ' | ')} |")
     return "\n".join(lines) + "\n"
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sglang_k3.errors import CheckpointError
+from sglang_k3.kernels import OpContext, latent_experts
 from sglang_k3.models.kimi_k3 import KimiK3ForConditionalGeneration
 from sglang_k3.models.text.experts import RoutedExperts
 from sglang_k3.models.text.weights import load_checkpoint
@@ -166,6 +167,24 @@ def assert_experts(experts: RoutedExperts, checkpoint: TinyK3, layer: int) -> No
             )
             assert_bitwise(w13[expert], torch.cat([gate, up]), f"{prefix}{expert} w13{buffer}")
             assert_bitwise(w2[expert], down, f"{prefix}{expert} w2{buffer}")
+
+
+@pytest.mark.parametrize(("code", "codes"), [(0, (0, 190)), (255, (64, 255)), (64, (64, 190)), (190, (64, 190))])
+def test_scales_that_a_kernel_cannot_decode_decide_which_op_runs(
+    code: int, codes: tuple[int, int]
+) -> None:
+    tiny = tiny_k3()
+    name = f"{MOE}experts.5.w1.weight_scale"
+    changed = tiny.tensors[name].clone()
+    changed[3, 0] = code
+    model = tiny.build()
+    model.load_weights((dict(tiny.tensors) | {name: changed}).items())
+    assert experts_of(model, 1).scale_codes == codes
+    assert experts_of(model, 2).scale_codes == (64, 190)
+    sizes = {"lowest_scale": codes[0], "highest_scale": codes[1]}
+    kernel, *_ = latent_experts.IMPLS
+    reason = kernel.supports(OpContext(torch.device("cpu"), torch.bfloat16, sizes))
+    assert reason is not None and ("scale codes" in reason) == (codes != (64, 190))
 
 
 def test_layers_may_store_their_experts_differently() -> None:

@@ -6,6 +6,9 @@
 Experts that this rank does not hold are skipped, so the outputs of all ranks add up to the whole. The norm on the sum
 comes after that reduction and is not part of the op.
 
+Scales are data too. A kernel may decode only those between ``LOWEST_SCALE`` and ``HIGHEST_SCALE`` exactly: whoever
+binds the op names the extremes of its weights as sizes ``lowest_scale`` and ``highest_scale``.
+
 Numerics: RATIO. Which experts are hit is data, so the reference waits for the device; a kernel need not.
 """
 
@@ -17,14 +20,24 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import BYTES, FLOATS, FP32, INTEGERS, check_dtypes, check_shapes, check_together
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.latent_experts import reference
-from sglang_k3.kernels.triton_support import triton_impl
+from sglang_k3.kernels.triton_support import supports_triton, triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "latent_experts"]
 
-IMPLS: tuple[Impl, ...] = (triton_impl(reference.latent_experts), reference_impl(reference.latent_experts))
+LOWEST_SCALE, HIGHEST_SCALE = 64, 190  # codes of 2^-63 and 2^63
+
+
+def _supports(ctx: OpContext) -> str | None:
+    codes = ctx.sizes.get("lowest_scale", LOWEST_SCALE), ctx.sizes.get("highest_scale", HIGHEST_SCALE)
+    if codes[0] < LOWEST_SCALE or codes[1] > HIGHEST_SCALE:
+        return f"decodes scale codes {LOWEST_SCALE} to {HIGHEST_SCALE} exactly, got {codes[0]} to {codes[1]}"
+    return supports_triton(ctx)
+
+
+IMPLS: tuple[Impl, ...] = (triton_impl(reference.latent_experts, _supports), reference_impl(reference.latent_experts))
 
 
 def latent_experts(

@@ -16,6 +16,7 @@ from torch import nn
 from sglang_k3.config import MXFP4_GROUP_SIZE, K3Config
 from sglang_k3.errors import ConfigError
 from sglang_k3.kernels import OpContext, bind
+from sglang_k3.kernels.latent_experts import HIGHEST_SCALE, LOWEST_SCALE
 from sglang_k3.models.text.weights import Loaders
 
 # Values per element of the last axis, by the suffix that the checkpoint gives a tensor.
@@ -49,7 +50,7 @@ class RoutedExperts(nn.Module):
             "linear_beta": config.activation_situ_linear_beta,
         }
         self.run_dtype, self.device = torch.get_default_dtype(), torch.empty(0).device
-        self.filled = False
+        self.scale_codes = (LOWEST_SCALE, HIGHEST_SCALE)
         self.allocate(packed=packed)
 
     def allocate(self, *, packed: bool) -> None:
@@ -71,7 +72,12 @@ class RoutedExperts(nn.Module):
             else:
                 self._buffer(name, (*lead, last), self.run_dtype)
                 self.register_buffer(f"{name}_scale", None, persistent=False)
-        context = OpContext.of(self.w13, E=self.num_experts, L=self.latent_size, I=self.width)
+        self._choose_op()
+
+    def _choose_op(self) -> None:
+        lowest, highest = self.scale_codes
+        sizes = {"E": self.num_experts, "L": self.latent_size, "I": self.width}
+        context = OpContext.of(self.w13, **sizes, lowest_scale=lowest, highest_scale=highest)
         self.latent_experts = bind("latent_experts", context)
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -93,9 +99,19 @@ class RoutedExperts(nn.Module):
                 self.allocate(packed=packed)
             local = expert - self.first_expert
             if 0 <= local < self.num_experts:
-                self._destination(local, name, suffix).copy_(self._slice_of_rank(tensor, name, suffix))
+                part = self._slice_of_rank(tensor, name, suffix)
+                self._destination(local, name, suffix).copy_(part)
+                if suffix == "weight_scale":
+                    self._note_scales(part)
 
         return load
+
+    def _note_scales(self, codes: torch.Tensor) -> None:
+        """No published weight has such scales, but one that does is decoded exactly all the same."""
+        lowest, highest = (int(code) for code in codes.aminmax())
+        if lowest < self.scale_codes[0] or highest > self.scale_codes[1]:
+            self.scale_codes = (min(lowest, self.scale_codes[0]), max(highest, self.scale_codes[1]))
+            self._choose_op()
 
     def _destination(self, local: int, name: str, suffix: str) -> torch.Tensor:
         stem = "w2" if name == "w2" else "w13"
