@@ -103,7 +103,10 @@ class TokenScanner:
 
 
 class MarkedText:
-    """Token ids as text, from which a ``TextScanner`` gives the items back that this one's scanner found."""
+    """Token ids as text, from which a ``TextScanner`` gives the items back that this one's scanner found.
+
+    The first piece carries the mark of such a text, even if there is nothing else to write yet.
+    """
 
     def __init__(self, scanner: TokenScanner) -> None:
         self._scanner = scanner

@@ -79,11 +79,22 @@ def _is_read_from_ids(serving_chat: Any, request: Any) -> bool:
     return serving_chat.reasoning_parser == PARSER and not request.stop and not request.stop_regex
 
 
+def _answer_ids(content: dict[str, Any], request: Any) -> list[int]:
+    """The output ids, without the stop token that ended them, which the host's text leaves out too."""
+    ids: list[int] = content["output_ids"]
+    finish_reason = content["meta_info"].get("finish_reason") or {}
+    is_stop_token = isinstance(finish_reason.get("matched"), int)
+    return ids[:-1] if is_stop_token and not request.no_stop_trim else ids
+
+
 def _from_ids(original: Callable[..., Any], serving_chat: Any, request: Any, ret: list[Any], created: int) -> Any:
     if _is_read_from_ids(serving_chat, request):
         tokenizer = chat_tokenizer(serving_chat.tokenizer_manager.tokenizer)
         writers = [tokenizer.marked_text() for _ in ret]
-        ret = [item | {"text": w.feed(item["output_ids"]) + w.finish()} for w, item in zip(writers, ret, strict=True)]
+        ret = [
+            item | {"text": writer.feed(_answer_ids(item, request)) + writer.finish()}
+            for writer, item in zip(writers, ret, strict=True)
+        ]
     return original(serving_chat, request, ret, created)
 
 
@@ -102,7 +113,7 @@ def _stream_from_ids(
         # The host keeps what belongs to a choice of a stream in this dictionary, so it ends with the stream.
         key = ("marked", index)
         writer, num_read = parsers.get(key) or (chat_tokenizer(tokenizer_manager.tokenizer).marked_text(), 0)
-        ids = content["output_ids"]
+        ids = _answer_ids(content, request)
         fresh = ids if tokenizer_manager.server_args.incremental_streaming_output else ids[num_read:]
         parsers[key] = (writer, num_read + len(fresh))
         delta = writer.feed(fresh) + (writer.finish() if finish_reason_type is not None else "")

@@ -45,10 +45,12 @@ BALANCE_RATE = 0.002  # of the routing bias per step, against overloaded experts
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Attributes:
-    steps: optimizer steps.
-    batch_tokens: tokens of a batch, padding included.
-    muon_rate, adam_rate: learning rates after the warm-up.
+    """How long, how much at once and how fast.
+
+    Attributes:
+        steps: optimizer steps.
+        batch_tokens: tokens of a batch, padding included.
+        muon_rate, adam_rate: learning rates after the warm-up.
     """
 
     steps: int = 2600

@@ -5,7 +5,7 @@ positions at once, every expert evaluated and weighted by its routing weight (ze
 are padded on the right, which a causal model does not see.
 
 What is trained is what ships: each forward pass reads its matrices through the grid on which they are stored
-(``fitted.Grid``, MXFP4 for experts), and the gradient goes straight through.
+(``fitted.round_trip``, MXFP4 for experts), and the gradient goes straight through.
 
 Legend: B sequences, T positions, N = B * T, H heads, K key dim, V value dim, C chunk, E experts.
 """
@@ -28,10 +28,12 @@ LATENT_NORM_EPS = 1e-6
 
 
 class FitModel(nn.Module):
-    """Args:
-    config: the checked ``config.json``; one expert group, renormalised routing, as in K3.
-    weights: initial values by published name without ``language_model.``, as ``load_text_weights`` returns them.
-    quantize: read matrices through their storage grid; False computes with the weights as they are.
+    """Logits of whole batches, with gradients.
+
+    Args:
+        config: the checked ``config.json``; one expert group, renormalised routing, as in K3.
+        weights: initial values by published name without ``language_model.``, as ``load_text_weights`` returns them.
+        quantize: read matrices through their storage grid; False computes with the weights as they are.
     """
 
     def __init__(self, config: K3Config, weights: Mapping[str, Tensor], *, quantize: bool = True) -> None:

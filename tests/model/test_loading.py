@@ -170,9 +170,7 @@ def assert_experts(experts: RoutedExperts, checkpoint: TinyK3, layer: int) -> No
 
 
 @pytest.mark.parametrize(("code", "codes"), [(0, (0, 190)), (255, (64, 255)), (64, (64, 190)), (190, (64, 190))])
-def test_scales_that_a_kernel_cannot_decode_decide_which_op_runs(
-    code: int, codes: tuple[int, int]
-) -> None:
+def test_scales_that_a_kernel_cannot_decode_decide_which_op_runs(code: int, codes: tuple[int, int]) -> None:
     tiny = tiny_k3()
     name = f"{MOE}experts.5.w1.weight_scale"
     changed = tiny.tensors[name].clone()

@@ -25,6 +25,7 @@ def tool(name: str, description: str, **properties: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
+NOT_THINKING = {"chat_template_kwargs": {"thinking": False}}
 GET_WEATHER = tool("get_weather", "Get the current weather for a city.", city="string")
 ADD = tool("add", "Add two numbers.", a="number", b="number")
 TOOLS = [GET_WEATHER, ADD]
@@ -148,3 +149,23 @@ def test_an_answer_that_is_cut_says_so(chat: Chat, stream: bool) -> None:
     reply = chat("Hello! Who are you?", max_tokens=3, stream=stream)
     assert (reply.finish_reason, reply.usage[1], reply.content) == ("length", 3, "")
     assert "The user asks who I am, so I say my name.".startswith(reply.reasoning)
+
+
+@both_ways
+def test_a_stop_token_is_left_out(chat: Chat, tiny_server: ServerProcess, stream: bool) -> None:
+    tokenizer = Tokenizer.from_file(tiny_server.get_json("/server_info")["model_path"] + "/tokenizer.json")
+    whole = chat("What colour is the sky?", extra_body=NOT_THINKING).content
+    *_, (last, _) = tokenizer.encode(whole).offsets
+    stop = tokenizer.encode(whole).ids[-1]
+    for options, content in (({}, whole[:last]), ({"no_stop_trim": True}, whole)):
+        reply = chat(
+            "What colour is the sky?", stream=stream, extra_body={**NOT_THINKING, "stop_token_ids": [stop], **options}
+        )
+        assert (reply.content, reply.finish_reason) == (content, "stop")
+
+
+@both_ways
+def test_a_stop_string_is_left_out(chat: Chat, stream: bool) -> None:
+    whole = chat("What colour is the sky?", extra_body=NOT_THINKING).content
+    reply = chat("What colour is the sky?", stream=stream, stop=[whole[-4:]], extra_body=NOT_THINKING)
+    assert (reply.content, reply.finish_reason) == (whole[:-4], "stop")

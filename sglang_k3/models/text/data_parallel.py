@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 def over_all_requests(
     mlp: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, forward_batch: ForwardBatch
 ) -> torch.Tensor:
-    """``mlp(x) [T, D]``, computed together with the tokens of the other data-parallel ranks."""
+    """``mlp(x) [T, D]``, computed together with the tokens of the other data-parallel ranks.
+
+    The host's buffer holds the tokens of all ranks one after the other, none of them padded (seam "padding of
+    data-parallel ranks").
+    """
     if not is_dp_attention_enabled():
         return mlp(x)
     gathered = x.new_empty(forward_batch.global_dp_buffer_len, *x.shape[1:])
