@@ -176,7 +176,7 @@ def _slots(
 
 @triton.jit
 def _scores(q_value, q_rest, value, rest, scale_log2, R: tl.constexpr):
-    """``[H, N]``. Scaled apart for the same reason: as one sum the products would be a chain."""
+    """``[H, N]``, for powers of two; scaled apart, because Triton would make a chain of one sum (see ``_attend``)."""
     scores = tl.dot(q_value, tl.trans(value), input_precision="ieee") * scale_log2
     if R > 0:
         scores += tl.dot(q_rest, tl.trans(rest), input_precision="ieee") * scale_log2
@@ -229,16 +229,15 @@ def _attend(
         slots = _slots(kv_indices, owner_mask, first, last, begin, indices_stride, owner_stride, BLOCK_N, OWNED)
         for start in range(first, last, BLOCK_N):
             rows = kv_pool + slots[:, None].to(tl.int64) * pool_strides[0]
-            value = tl.load(rows + v[None, :] * pool_strides[1], mask=(slots[:, None] >= 0) & in_value, other=0.0).to(
-                DOT
-            )
+            listed = slots[:, None] >= 0
+            value = tl.load(rows + v[None, :] * pool_strides[1], mask=listed & in_value, other=0.0).to(DOT)
             if R > 0:
                 rest_columns = rows + (V + r[None, :]) * pool_strides[1]
-                rest = tl.load(rest_columns, mask=(slots[:, None] >= 0) & in_rest, other=0.0).to(DOT)
+                rest = tl.load(rest_columns, mask=listed & in_rest, other=0.0).to(DOT)
             else:
                 rest = value
-            # Most tiles need no mask. The branches also part the two products: otherwise Triton takes them for a chain
-            # and lets both halves of the warps compute all scores.
+            # Most tiles need no mask. The branches also hide from Triton that these products lead to another one: in
+            # such a chain all scores would be computed twice, once by each group of four warps.
             if start + BLOCK_N <= last and not OWNED:
                 scores = _scores(q_value, q_rest, value, rest, scale_log2, R)
             else:
