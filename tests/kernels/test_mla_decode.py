@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from sglang_k3.kernels.attn_merge import attn_merge
-from sglang_k3.kernels.mla_decode import mla_decode
+from sglang_k3.kernels.mla_decode import cases, mla_decode
 from sglang_k3.kernels.mla_decode.cases import CASES, TOLERANCE, make_inputs
 from sglang_k3.kernels.mla_prefill import mla_prefill
 from tests.kit.compare import assert_bitwise
-from tests.kit.ops import fp64, over_cases
+from tests.kit.ops import fp64, numerics_of, over_cases
 from tests.kit.tolerance import assert_close
 
 
@@ -25,7 +25,7 @@ def test_equals_softmax_row_by_row(case, device):
             gains = [math.exp(inputs.kwargs["scale"] * float(q[b, h] @ row)) for row in rows]
             expected[b, h] = sum(g / sum(gains) * row[: case.latent] for g, row in zip(gains, rows, strict=True))
             expected_lse[b, h] = math.log(sum(gains))
-    assert_close(out, expected.float(), TOLERANCE, "output")
+    assert_close(out, expected.float(), numerics_of(cases, case), "output")
     assert_close(lse, expected_lse.float(), TOLERANCE, "lse")
 
 
@@ -103,18 +103,26 @@ def test_the_ranks_of_context_parallelism_merge_to_the_whole(ranks):
         assert_close(a, b, TOLERANCE)
 
 
-def test_a_row_does_not_depend_on_its_batch():
-    q, pool, kv_indptr, slots = batch([5, 9, 1, 1600])
-    out, lse = mla_decode(q, pool, kv_indptr=kv_indptr, kv_indices=slots, scale=0.2, v_dim=16)
-    for b in range(4):
+@pytest.mark.parametrize(
+    ("lens", "heads", "width", "v_dim", "dtype"),
+    [
+        ([5, 9, 1, 1600], 2, 24, 16, torch.float32),
+        pytest.param([5, 1025, 0, 9000, *[300] * 150], 96, 576, 512, torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_row_does_not_depend_on_its_batch(lens, heads, width, v_dim, dtype, device):
+    q, pool, kv_indptr, slots = (x.to(device) for x in batch(lens, heads, width))
+    q, pool = q.to(dtype), pool.to(dtype)
+    out, lse = mla_decode(q, pool, kv_indptr=kv_indptr, kv_indices=slots, scale=0.2, v_dim=v_dim)
+    for b in range(len(lens)):
         begin, end = kv_indptr[b : b + 2].tolist()
         alone = mla_decode(
             q[b : b + 1],
             pool,
-            kv_indptr=torch.tensor([0, end - begin], dtype=torch.int32),
+            kv_indptr=torch.tensor([0, end - begin], dtype=torch.int32, device=device),
             kv_indices=slots[begin:end],
             scale=0.2,
-            v_dim=16,
+            v_dim=v_dim,
         )
         assert_bitwise(alone[0], out[b : b + 1])
         assert_bitwise(alone[1], lse[b : b + 1])

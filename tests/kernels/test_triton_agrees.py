@@ -16,7 +16,7 @@ import torch
 from sglang_k3.env import triton_interprets
 from sglang_k3.kernels import OPS
 from tests.kit.compare import assert_bitwise, assert_ulp
-from tests.kit.ops import clone_pool
+from tests.kit.ops import clone_pool, numerics_of
 from tests.kit.tolerance import assert_close
 
 SMALL = 1_000_000  # bytes and operations of a case that the interpreter finishes in about a second
@@ -90,9 +90,9 @@ def storage(tensor):
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def assert_agree(actual, expected, op, what):
+def assert_agree(actual, expected, op, case, what):
     """Both may be as far from the exact result as the test of the op allows, so twice as far from each other."""
-    numerics = cases_of(op).TOLERANCE
+    numerics = numerics_of(cases_of(op), case)
     if not actual.is_floating_point():
         assert_bitwise(actual, expected, what)
     elif numerics == "ulp":
@@ -102,12 +102,12 @@ def assert_agree(actual, expected, op, what):
         assert_close(actual, expected, numerics, what)
 
 
-def assert_same_memory(actual, expected, before, op, what):
+def assert_same_memory(actual, expected, before, op, case, what):
     """What the reference changed agrees in the class of the op; what it left alone is still there bit for bit."""
     actual, expected, before = storage(actual), storage(expected), storage(before)
     changed = (expected != before) & ~(expected.isnan() & before.isnan())
     assert_bitwise(actual[~changed], before[~changed], f"{what}, outside of what is written")
-    assert_agree(actual[changed], expected[changed], op, what)
+    assert_agree(actual[changed], expected[changed], op, case, what)
 
 
 @pytest.mark.parametrize(("op", "case"), cases_to_run())
@@ -118,10 +118,10 @@ def test_results_and_memory_are_those_of_the_reference(op, case, device):
     actual, expected = call(op, triton, ours), call(op, reference, theirs)
     assert len(actual) == len(expected)
     for n, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert_agree(a, e, op, f"result {n}")
+        assert_agree(a, e, op, case, f"result {n}")
     for name, value in before.items():
         if torch.is_tensor(value):
-            assert_same_memory(ours[name], theirs[name], value, op, name)
+            assert_same_memory(ours[name], theirs[name], value, op, case, name)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +17,12 @@ def over_cases(cases: Sequence[BaseCase]) -> pytest.MarkDecorator:
     """Parametrise a test by ``case``."""
     params = [pytest.param(c, id=c.id, marks=[getattr(pytest.mark, mark) for mark in c.marks]) for c in cases]
     return pytest.mark.parametrize("case", params)
+
+
+def numerics_of(cases: ModuleType, case: BaseCase) -> str:
+    """The class of the output of an op for ``case``; an op that rounds 16-bit operands on the way declares its own."""
+    tight: str = cases.TOLERANCE
+    return tight if case.dtype == torch.float32 else getattr(cases, "TOLERANCE_16_BIT", tight)
 
 
 def clone_pool(pool: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ heads read the same rows, and the value of a row is its latent part:
 
 A sequence that attends to nothing (a padding row, or a rank that owns none of it) has output 0 and lse -inf.
 
-Numerics: RATIO; fp32 inside and out. A row does not depend on the batch around it (BITWISE). No host synchronisation in
+Numerics: RATIO; fp32 inside and out, but a kernel may round the weights of 16-bit values to their dtype before it
+multiplies both. A row does not depend on the batch around it (BITWISE). No host synchronisation in
 the contract: a kernel can be captured in a CUDA graph, the reference cannot.
 """
 

@@ -9,6 +9,7 @@ import torch
 from sglang_k3.kernels.case_kit import BaseCase, Cost, Draw, Inputs
 
 TOLERANCE = "ratio"
+TOLERANCE_16_BIT = "rounded"  # of the output; the log-sum-exp keeps the other one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,9 @@ CASES = (
     Case(lens=(5, 0, 3), heads=2, latent=16, rope=8, dtype=BF16, seed=7),
     Case(lens=(65,), heads=4, latent=512, rope=64, owners=3, dtype=BF16, seed=8),
     Case(lens=(1030,), heads=1, latent=16, rope=8, dtype=BF16, seed=9),
+    Case(lens=(*(3, 0) * 65, 300, 1030), heads=2, latent=16, rope=8, seed=11, marks=("gpu",)),
+    Case(lens=(1, 700, 0, 2100, 64), heads=96, latent=512, rope=64, dtype=BF16, seed=12, timed=True, marks=("gpu",)),
+    Case(lens=(130, 515), heads=96, latent=512, rope=64, owners=2, dtype=BF16, seed=13, marks=("gpu",)),
     Case(lens=(3, 1500, 513, 4099), heads=40, latent=512, rope=64, dtype=BF16, seed=10, marks=("gpu",)),
 )
 

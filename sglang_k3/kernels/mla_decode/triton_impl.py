@@ -1,10 +1,9 @@
 """Triton kernels of ``mla_decode``: split each list of rows, attend per split, then merge the splits.
 
 A program reads the rows of a split once for a tile of heads; the leading part of a row serves the scores and is the
-value. How a list is split depends on its length alone, so a row has the same bits in every batch. The splits of list
-``b`` are numbered from ``kv_indptr[b] // MIN_SPAN + b`` on, which leaves room for all of them and needs no sums over
-the batch; a fixed number of programs share the numbers, so that nothing waits for the host. Weights meet 16-bit values
-as a sum of two 16-bit numbers, so that the output keeps the accuracy of fp32.
+value. How a list is split depends on its length alone, so a row has the same bits in every batch. A slot is one split;
+slots are numbered list after list. A fixed number of programs share them, and each counts the splits of all lists for
+itself, so that nothing waits for the host. The output of a tile is computed transposed, ``[V, H]``.
 
 Legend: B sequences, H heads, V value elements, R = D - V further key elements, N rows of a tile.
 """
@@ -20,11 +19,11 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-MANY_HEADS = 32
-PROGRAMS = 264  # two for each multiprocessor of a Hopper GPU
-MAX_SPLITS = 128
-MERGE_V = 128
-MERGE_S = tl.constexpr(16)
+PROGRAMS = 132  # one for each multiprocessor of a Hopper GPU, whose shared memory one program fills
+MIN_SPAN, LONG_SPAN = tl.constexpr(256), tl.constexpr(1024)  # rows of a split
+FEW_SPLITS, MAX_SPLITS = tl.constexpr(4), tl.constexpr(64)
+SEQS = tl.constexpr(128)  # lists whose splits are counted at once
+MERGE_S = tl.constexpr(8)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = 1.4426950408889634
 
@@ -46,13 +45,12 @@ def mla_decode(
         return out, lse
     dtype = dot_dtype(q, kv_pool)
     block_h, block_n, num_warps, num_stages = _tile(num_heads, dtype)
-    # A longer split saves merging where there are many heads, a shorter one fills the device where there are few.
     head_tiles = triton.cdiv(num_heads, block_h)
-    splitting = {"MIN_SPAN": 1024 if num_heads > MANY_HEADS else 512, "MAX_SPLITS": max(1, MAX_SPLITS // head_tiles)}
-    num_splits = kv_indices.numel() // splitting["MIN_SPAN"] + num_seqs
-    sums = torch.empty(num_splits, num_heads, v_dim, device=q.device)
-    stats = torch.empty(num_splits, num_heads, 2, device=q.device)
-    _attend[(head_tiles, min(num_splits, triton.cdiv(PROGRAMS, head_tiles)))](
+    block_v = max(16, triton.next_power_of_2(v_dim))
+    num_slots = max_splits(num_seqs, kv_indices.numel())
+    sums = torch.empty(num_slots, num_heads, v_dim, device=q.device)
+    stats = torch.empty(num_slots, num_heads, 2, device=q.device)
+    _attend[(head_tiles, min(num_slots, triton.cdiv(PROGRAMS, head_tiles)))](
         q,
         kv_pool,
         kv_indptr,
@@ -72,27 +70,22 @@ def mla_decode(
         R=width - v_dim,
         BLOCK_H=block_h,
         BLOCK_N=block_n,
-        BLOCK_V=max(16, triton.next_power_of_2(v_dim)),
+        BLOCK_V=block_v,
         BLOCK_R=max(16, triton.next_power_of_2(width - v_dim)),
         DOT=dtype,
         OWNED=owner_mask is not None,
-        **splitting,
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    _merge[(triton.cdiv(v_dim, MERGE_V), num_heads, num_seqs)](
-        sums,
-        stats,
-        kv_indptr,
-        out,
-        lse,
-        kv_indptr.stride(0),
-        V=v_dim,
-        BLOCK_N=block_n,
-        BLOCK_V=MERGE_V,
-        **splitting,
-    )
+    _merge[(num_heads, num_seqs)](sums, stats, kv_indptr, out, lse, kv_indptr.stride(0), V=v_dim, BLOCK_V=block_v)
     return out, lse
+
+
+def max_splits(num_seqs: int, num_rows: int) -> int:
+    """A bound on the splits of lists of ``num_rows`` together: both of its sides hold for a list, so for their sum."""
+    short: int = num_rows // MIN_SPAN.value + num_seqs
+    long: int = num_rows // LONG_SPAN.value + FEW_SPLITS.value * num_seqs
+    return min(short, long)
 
 
 def dot_dtype(*tensors: Tensor) -> tl.dtype:
@@ -107,17 +100,9 @@ def _tile(num_heads: int, dtype: tl.dtype) -> tuple[int, int, int, int]:
     """Heads and rows of a tile, warps and pipeline stages."""
     if dtype == tl.float32:
         return 16, 16, 4, 1
+    if num_heads > 32:
+        return 64, 64, 8, 3  # the queries and two tiles of rows fill the shared memory of a Hopper GPU
     return (16 if num_heads <= 16 else 32), 32, 8, 4
-
-
-@triton.jit
-def add_weighted(total, weights, values):
-    """``total + weights values``, fp32 weights; to 16 bits of their mantissa if the values are narrower."""
-    if values.dtype == tl.float32:
-        return tl.dot(weights, values, total, input_precision="ieee")
-    high = weights.to(values.dtype)
-    total = tl.dot(high, values, total)
-    return tl.dot((weights - high.to(tl.float32)).to(values.dtype), values, total)
 
 
 @triton.jit
@@ -134,23 +119,39 @@ def online_softmax(scores, peak, mass):
 
 
 @triton.jit
-def sequence_of_slot(slot, offsets, stride, num_seqs, SIZE: tl.constexpr):
-    """The last sequence whose first slot, ``offsets[b] // SIZE + b``, is at most ``slot``."""
-    low = 0
-    high = num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(offsets + middle * stride) // SIZE + middle <= slot:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def _span(length):
+    """Rows of a split of a list of ``length``: a multiple of 256.
+
+    Short splits make a short list fast when it is alone, long ones save merging in a large batch. Four splits as long
+    as they have 256 to 1024 rows, then splits of 1024, and never more than 64.
+    """
+    span = tl.minimum(tl.cdiv(length, FEW_SPLITS), LONG_SPAN)
+    span = tl.maximum(tl.maximum(span, tl.cdiv(length, MAX_SPLITS)), MIN_SPAN)
+    return tl.cdiv(span, MIN_SPAN) * MIN_SPAN
 
 
 @triton.jit
-def _span(length, MIN_SPAN: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows of a split of a list of ``length``."""
-    return tl.maximum(MIN_SPAN, tl.cdiv(tl.cdiv(length, MAX_SPLITS), BLOCK_N) * BLOCK_N)
+def _num_splits(kv_indptr, i, num_seqs, stride):
+    """How many splits each of the lists ``i`` has; none from ``num_seqs`` on."""
+    begin = tl.load(kv_indptr + i * stride, mask=i < num_seqs, other=0)
+    length = (tl.load(kv_indptr + (i + 1) * stride, mask=i < num_seqs, other=0) - begin).to(tl.int32)
+    return tl.cdiv(length, _span(length))
+
+
+@triton.jit
+def _list_of_slot(slot, kv_indptr, stride, num_seqs):
+    """The list that ``slot`` belongs to, ``num_seqs`` if to none, and the first slot of the list."""
+    b = 0
+    first_slot = 0
+    counted = 0
+    for start in range(0, num_seqs, SEQS):
+        i = start + tl.arange(0, SEQS)
+        ends = counted + tl.cumsum(_num_splits(kv_indptr, i, num_seqs, stride), axis=0)
+        before = (ends <= slot) & (i < num_seqs)
+        b += tl.sum(before.to(tl.int32), axis=0)
+        first_slot = tl.maximum(first_slot, tl.max(tl.where(before, ends, 0), axis=0))
+        counted = tl.max(ends, axis=0)
+    return b, first_slot
 
 
 @triton.jit
@@ -165,12 +166,21 @@ def _slots(
     BLOCK_N: tl.constexpr,
     OWNED: tl.constexpr,
 ):
-    """Slots of the rows from ``start`` on, and which of them are there."""
+    """Slots of the rows from ``start`` on, -1 for a row that is not there."""
     n = start + tl.arange(0, BLOCK_N)
     seen = n < last
     if OWNED:
         seen = seen & (tl.load(owner_mask + (begin + n) * owner_stride, mask=seen, other=0) != 0)
-    return tl.load(kv_indices + (begin + n) * indices_stride, mask=seen, other=0).to(tl.int64), seen
+    return tl.load(kv_indices + (begin + n) * indices_stride, mask=seen, other=-1).to(tl.int32)
+
+
+@triton.jit
+def _scores(q_value, q_rest, value, rest, scale_log2, R: tl.constexpr):
+    """``[H, N]``, for powers of two; scaled apart, because Triton would make a chain of one sum (see ``_attend``)."""
+    scores = tl.dot(q_value, tl.trans(value), input_precision="ieee") * scale_log2
+    if R > 0:
+        scores += tl.dot(q_rest, tl.trans(rest), input_precision="ieee") * scale_log2
+    return scores
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -198,78 +208,73 @@ def _attend(
     BLOCK_R: tl.constexpr,
     DOT: tl.constexpr,
     OWNED: tl.constexpr,
-    MIN_SPAN: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
 ):
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     v = tl.arange(0, BLOCK_V)
     r = tl.arange(0, BLOCK_R)
     head, in_value, in_rest = h[:, None] < num_heads, v[None, :] < V, r[None, :] < R
-    num_slots = (tl.load(kv_indptr + num_seqs * indptr_stride) // MIN_SPAN).to(tl.int32) + num_seqs
-    for slot in range(tl.program_id(1), num_slots, tl.num_programs(1)):
-        b = sequence_of_slot(slot, kv_indptr, indptr_stride, num_seqs, MIN_SPAN)
+    slot = tl.program_id(1)
+    b, first_slot = _list_of_slot(slot, kv_indptr, indptr_stride, num_seqs)
+    while b < num_seqs:
         begin = tl.load(kv_indptr + b * indptr_stride).to(tl.int64)
         length = (tl.load(kv_indptr + (b + 1) * indptr_stride) - begin).to(tl.int32)
-        span = _span(length, MIN_SPAN, MAX_SPLITS, BLOCK_N)
-        first = (slot - b - (begin // MIN_SPAN).to(tl.int32)) * span
-        last = tl.minimum(first + span, length)
+        first = (slot - first_slot) * _span(length)
+        last = tl.minimum(first + _span(length), length)
         q_rows = q + tl.cast(b, tl.int64) * q_strides[0] + h[:, None].to(tl.int64) * q_strides[1]
         q_value = tl.load(q_rows + v[None, :] * q_strides[2], mask=head & in_value, other=0.0).to(DOT)
         q_rest = tl.load(q_rows + (V + r[None, :]) * q_strides[2], mask=head & in_rest, other=0.0).to(DOT)
         peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
         mass = tl.zeros([BLOCK_H], tl.float32)
-        total = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
-        slots, seen = _slots(kv_indices, owner_mask, first, last, begin, indices_stride, owner_stride, BLOCK_N, OWNED)
+        total = tl.zeros([BLOCK_V, BLOCK_H], tl.float32)
+        slots = _slots(kv_indices, owner_mask, first, last, begin, indices_stride, owner_stride, BLOCK_N, OWNED)
         for start in range(first, last, BLOCK_N):
-            rows = kv_pool + slots[:, None] * pool_strides[0]
-            value = tl.load(rows + v[None, :] * pool_strides[1], mask=seen[:, None] & in_value, other=0.0).to(DOT)
-            scores = tl.dot(q_value, tl.trans(value), input_precision="ieee")
+            rows = kv_pool + slots[:, None].to(tl.int64) * pool_strides[0]
+            listed = slots[:, None] >= 0
+            value = tl.load(rows + v[None, :] * pool_strides[1], mask=listed & in_value, other=0.0).to(DOT)
             if R > 0:
                 rest_columns = rows + (V + r[None, :]) * pool_strides[1]
-                rest = tl.load(rest_columns, mask=seen[:, None] & in_rest, other=0.0).to(DOT)
-                scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision="ieee")
-            scores = tl.where(seen[None, :], scores * scale_log2, float("-inf"))
+                rest = tl.load(rest_columns, mask=listed & in_rest, other=0.0).to(DOT)
+            else:
+                rest = value
+            # Most tiles need no mask. The branches also hide from Triton that these products lead to another one: in
+            # such a chain all scores would be computed twice, once by each group of four warps.
+            if start + BLOCK_N <= last and not OWNED:
+                scores = _scores(q_value, q_rest, value, rest, scale_log2, R)
+            else:
+                scores = _scores(q_value, q_rest, value, rest, scale_log2, R)
+                there = slots >= 0 if OWNED else start + tl.arange(0, BLOCK_N) < last
+                scores = tl.where(there[None, :], scores, float("-inf"))
             # The slots of the next tile are known a tile early, so that rows can be fetched several tiles ahead.
-            slots, seen = _slots(
+            slots = _slots(
                 kv_indices, owner_mask, start + BLOCK_N, last, begin, indices_stride, owner_stride, BLOCK_N, OWNED
             )
             peak, mass, weights, factor = online_softmax(scores, peak, mass)
-            total = add_weighted(total * factor[:, None], weights, value)
-        if first < length:
-            out_rows = tl.cast(slot, tl.int64) * num_heads + h
-            tl.store(sums + out_rows[:, None] * V + v[None, :], total, mask=head & in_value)
-            tl.store(stats + out_rows * 2, peak, mask=h < num_heads)
-            tl.store(stats + out_rows * 2 + 1, mass, mask=h < num_heads)
+            weights = tl.trans(weights.to(DOT))
+            total = tl.dot(tl.trans(value), weights, total * factor[None, :], input_precision="ieee")
+        out_rows = tl.cast(slot, tl.int64) * num_heads + h
+        tl.store(sums + out_rows[:, None] * V + v[None, :], tl.trans(total), mask=head & in_value)
+        tl.store(stats + out_rows * 2, peak, mask=h < num_heads)
+        tl.store(stats + out_rows * 2 + 1, mass, mask=h < num_heads)
+        slot += tl.num_programs(1)
+        b, first_slot = _list_of_slot(slot, kv_indptr, indptr_stride, num_seqs)
 
 
 @triton.jit
-def _merge(
-    sums,
-    stats,
-    kv_indptr,
-    out,
-    lse,
-    indptr_stride,
-    V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    MIN_SPAN: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-):
-    h = tl.program_id(1)
-    num_heads = tl.num_programs(1)
-    b = tl.program_id(2).to(tl.int64)
-    begin = tl.load(kv_indptr + b * indptr_stride)
-    length = (tl.load(kv_indptr + (b + 1) * indptr_stride) - begin).to(tl.int32)
-    first_slot = begin // MIN_SPAN + b
-    num_splits = tl.cdiv(length, _span(length, MIN_SPAN, MAX_SPLITS, BLOCK_N))
-    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+def _merge(sums, stats, kv_indptr, out, lse, indptr_stride, V: tl.constexpr, BLOCK_V: tl.constexpr):
+    h = tl.program_id(0)
+    num_heads = tl.num_programs(0)
+    b = tl.program_id(1)
+    first_slot = 0
+    for start in range(0, b, SEQS):
+        first_slot += tl.sum(_num_splits(kv_indptr, start + tl.arange(0, SEQS), b, indptr_stride), axis=0)
+    num_splits = tl.max(_num_splits(kv_indptr, b + tl.arange(0, 1), b + 1, indptr_stride), axis=0)
+    v = tl.arange(0, BLOCK_V)
     peak = tl.full([1], float("-inf"), tl.float32)
     mass = tl.zeros([1], tl.float32)
     total = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, num_splits, MERGE_S):
         s = start + tl.arange(0, MERGE_S)
-        rows = (first_slot + s) * num_heads + h
+        rows = (first_slot + s).to(tl.int64) * num_heads + h
         peaks = tl.load(stats + rows * 2, mask=s < num_splits, other=float("-inf"))
         masses = tl.load(stats + rows * 2 + 1, mask=s < num_splits, other=0.0)
         mask = (s[:, None] < num_splits) & (v[None, :] < V)
@@ -281,7 +286,6 @@ def _merge(
         mass = mass * factor + tl.sum(weights * masses, axis=0)
         total = total * factor + tl.sum(weights[:, None] * parts, axis=0)
         peak = new_peak
-    row = b * num_heads + h
+    row = tl.cast(b, tl.int64) * num_heads + h
     tl.store(out + row * V + v, tl.where(mass > 0.0, total / mass, 0.0), mask=v < V)
-    if tl.program_id(0) == 0:
-        tl.store(lse + row + tl.arange(0, 1), (peak + tl.log2(mass)) * LN_2)
+    tl.store(lse + row + tl.arange(0, 1), (peak + tl.log2(mass)) * LN_2)

@@ -5,7 +5,8 @@
 Causal masks are aligned at the end: query i of n sees key j of m if ``j <= m - n + i``. A query that sees no key has
 output 0 and lse -inf. There are no positions.
 
-Numerics: RATIO; fp32 inside and out. The reference reads the lengths on the host, so it cannot be captured in a CUDA
+Numerics: RATIO; fp32 inside and out, but a kernel may round the weights of 16-bit values to their dtype before it
+multiplies both. The reference reads the lengths on the host, so it cannot be captured in a CUDA
 graph.
 """
 

@@ -18,10 +18,8 @@ import triton.language as tl
 from sglang_k3.kernels.mla_decode.triton_impl import (
     LN_2,
     LOG2_E,
-    add_weighted,
     dot_dtype,
     online_softmax,
-    sequence_of_slot,
 )
 
 if TYPE_CHECKING:
@@ -81,6 +79,20 @@ def mla_prefill(
     return out, lse
 
 
+@triton.jit
+def _sequence_of_tile(tile, offsets, stride, num_seqs, SIZE: tl.constexpr):
+    """The last sequence whose first tile, ``offsets[b] // SIZE + b``, is at most ``tile``."""
+    low = 0
+    high = num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(offsets + middle * stride) // SIZE + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 @triton.jit(do_not_specialize=["num_seqs"])
 def _prefill(
     q,
@@ -112,7 +124,7 @@ def _prefill(
 ):
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the last tiles take longest
     h = tl.program_id(1).to(tl.int64)
-    b = sequence_of_slot(tile, cu_seqlens_q, cu_q_stride, num_seqs, BLOCK_M)
+    b = _sequence_of_tile(tile, cu_seqlens_q, cu_q_stride, num_seqs, BLOCK_M)
     q_begin = tl.load(cu_seqlens_q + b * cu_q_stride)
     num_q = (tl.load(cu_seqlens_q + (b + 1) * cu_q_stride) - q_begin).to(tl.int32)
     first = ((tile - b - q_begin // BLOCK_M) * BLOCK_M).to(tl.int32)
@@ -158,7 +170,7 @@ def _prefill(
             v_rows = v + rows[:, None] * v_strides[0] + h * v_strides[1]
             v_mask = key & (value_channels[None, :] < V)
             values = tl.load(v_rows + value_channels[None, :] * v_strides[2], mask=v_mask, other=0.0).to(DOT)
-            total = add_weighted(total * factor[:, None], weights, values)
+            total = tl.dot(weights.to(DOT), values, total * factor[:, None], input_precision="ieee")
 
     out_rows = out + tokens[:, None] * out_strides[0] + h * out_strides[1]
     tl.store(

@@ -11,6 +11,7 @@ BOUNDS = {
     ("ulp", torch.bfloat16): (2**-7, 2 * 2**-7),
     ("ratio", torch.float32): (0.9e-5, 1.1e-5),
     ("ratio", torch.bfloat16): (0.0, 2**-7),
+    ("rounded", torch.float32): (1.9e-3, 2.1e-3),
 }
 
 
@@ -32,5 +33,5 @@ def test_the_table_is_the_one_of_the_style_guide():
 
 
 def test_an_unknown_class_is_refused():
-    with pytest.raises(ValueError, match="numerics='close' must be bitwise, ulp or ratio"):
+    with pytest.raises(ValueError, match="numerics='close' must be bitwise, ulp, ratio or rounded"):
         assert_close(torch.zeros(1), torch.zeros(1), "close")
