@@ -4,13 +4,15 @@ The choices are dealt out by expert into blocks of at most M, then two grouped p
 rows) and a last kernel weights and adds the outputs of a token, in the order of its choices. Nothing waits for the
 host: the number of blocks has a bound from sizes alone, and programs beyond the last block end at once.
 
-A byte of a weight holds an even column and its odd neighbour. Activations are laid out as all even columns, then all
-odd ones, so that the low nibbles of a tile meet one half and the high nibbles the other, and nothing is interleaved.
+The product is taken as ``weight x^T``: the matrix units accept their left operand from registers, so weights are decoded
+where they are used and only their 4 bits pass through shared memory. A word of a weight holds 8 columns. Activations are
+laid out as all first columns of the words, then all second ones and so on, so that nibble i of a tile of words meets one
+stretch of a row and nothing is interleaved.
 
 Sizes that change from call to call (blocks, choices) are not specialised, so that each tile is compiled once.
 
 Legend: T tokens, P = T k choices, E experts, M choices of a block, N weight rows of a tile, K contracted columns,
-J = K / 2 bytes of a row, G = K / 32 scales of a row.
+W = K / 8 words of a row, G = K / 32 scales of a row.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 PLAN_BLOCK = 1024
 COMBINE_BLOCK = 256
-GROUP_BYTES = tl.constexpr(16)  # 32 values share a scale
+GROUP_WORDS = tl.constexpr(4)  # 32 values share a scale
 
 # Two bf16 at a time. Two neighbouring words go in, and the pair of their nibbles i comes out for each i. A byte of each
 # word is put at the bottom of the two halves of a register; a product with two powers of two copies a nibble to where
@@ -56,7 +58,7 @@ DECODE_PTX = tl.constexpr(
 
 
 class Tile(NamedTuple):
-    """Choices, weight rows and bytes (columns, if not packed) of a tile, warps and pipeline stages."""
+    """Choices, weight rows and words (columns, if not packed) of a tile, warps and pipeline stages."""
 
     m: int
     n: int
@@ -94,12 +96,15 @@ def latent_experts(
         return out
     tile = _tile(num_pairs / num_experts, packed=w13_scale is not None, dtype=z.dtype)
     plan = _plan(topk_ids, num_experts, expert_offset, tile.m)
-    x = z if w13_scale is None else z.unflatten(1, (-1, 8)).transpose(1, 2).reshape(z.shape)
+    x = z
+    if w13_scale is not None:
+        x = z.unflatten(1, (-1, 8)).transpose(1, 2).reshape(z.shape)
+        w13, w2 = w13.view(torch.int32), w2.view(torch.int32)
     hidden = torch.empty(num_pairs, width, dtype=z.dtype, device=z.device)
     outputs = torch.empty(num_pairs, latent, dtype=z.dtype, device=z.device)
     for rows, result, weight, scale, is_gate_up in (
-        (x, hidden, w13 if w13_scale is None else w13.view(torch.int32), w13_scale, True),
-        (hidden, outputs, w2 if w2_scale is None else w2.view(torch.int32), w2_scale, False),
+        (x, hidden, w13, w13_scale, True),
+        (hidden, outputs, w2, w2_scale, False),
     ):
         _expert_linear[(plan.num_blocks * triton.cdiv(weight.shape[1], tile.n),)](
             rows,
@@ -152,11 +157,15 @@ def latent_experts(
 def _tile(pairs_per_expert: float, *, packed: bool, dtype: torch.dtype) -> Tile:
     """By the mean number of choices of an expert, an upper bound where other ranks hold experts too."""
     if dtype == torch.float32:
-        return Tile(16, 32, 32, 4, 1)
-    columns = 32 if packed else 128
-    if pairs_per_expert > 64:
-        return Tile(64, 128, columns, 4, 3)
-    return Tile(16 if pairs_per_expert <= 16 else 32, 128, columns, 4, 4)
+        return Tile(16, 32, 8 if packed else 32, 4, 1)
+    k = 32 if packed else 128  # words of a whole cache line
+    if pairs_per_expert <= 8:
+        return Tile(8, 128, k, 4, 3)
+    if pairs_per_expert <= 32:
+        return Tile(32, 128, k, 4, 3)
+    if pairs_per_expert <= 64:
+        return Tile(64, 128, k, 4, 3)
+    return Tile(128, 128, k, 8, 3)
 
 
 def _plan(topk_ids: Tensor, num_experts: int, expert_offset: int, block: int) -> Plan:
@@ -269,9 +278,9 @@ def _expert_linear(
     DOT: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """``x weight^T`` for one block of choices and one tile of weight rows, activated if the rows are gate and up."""
+    """``weight x^T`` for one tile of weight rows and one block of choices, activated if the rows are gate and up."""
     block = tl.program_id(0) % num_blocks
-    n = tl.arange(0, N)
+    tile = tl.program_id(0) // num_blocks
     m = tl.arange(0, M)
     if block_experts is None:
         expert = tl.load(topk_ids + block * ids_stride).to(tl.int32) - expert_offset
@@ -281,9 +290,11 @@ def _expert_linear(
         pairs = tl.load(block_pairs + block * M + m)
     if (expert < 0) | (expert >= num_experts):
         return
-    # Rows of gate and up alternate, so that a pair of them ends up in one thread.
+    # Outputs are found by their place in a row of out, which for gate and up is laid out as the next product wants it.
+    # Rows of gate and up alternate, so that a pair of them is easily split.
+    n = tl.arange(0, N)
     width: tl.constexpr = ROWS // 2 if GATE_UP else ROWS
-    places = tl.program_id(0) // num_blocks * (N // 2 if GATE_UP else N) + (n // 2 if GATE_UP else n)
+    places = tile * (N // 2) + n // 2 if GATE_UP else tile * N + n
     columns = places
     if GATE_UP and scale is not None:
         columns = places % (width // 8) * 8 + places // (width // 8)
@@ -304,20 +315,22 @@ def _expert_linear(
         for start in range(0, W, BLOCK_K):
             w = start + tl.arange(0, BLOCK_K)
             words = tl.load(weight_rows + w[None, :] * weight_strides[2], mask=inside & (w[None, :] < W), other=0)
-            g = start // 4 + tl.arange(0, BLOCK_K // 4)
-            codes = tl.load(scale_rows + g[None, :] * scale_strides[2], mask=inside & (g[None, :] < W // 4), other=0)
+            g = start // GROUP_WORDS + tl.arange(0, BLOCK_K // GROUP_WORDS)
+            codes = tl.load(
+                scale_rows + g[None, :] * scale_strides[2], mask=inside & (g[None, :] < W // GROUP_WORDS), other=0
+            )
             nibbles = _decode(words, codes, DOT, PTX)
             for i in tl.static_range(8):
                 a = tl.load(x_rows + (i * W + w[None, :]) * x_strides[1], mask=live & (w[None, :] < W), other=0.0)
                 total = tl.dot(nibbles[i], tl.trans(a), total, input_precision="ieee")
         if PTX:
             total *= 4.611686018427388e18  # 2^62
-    total = total.to(out.dtype.element_ty)
+    dtype = out.dtype.element_ty
+    total = total.to(dtype)
     if GATE_UP:
-        pair = tl.permute(tl.reshape(total.to(tl.float32), [N // 2, 2, M]), (0, 2, 1))
-        gate, up = tl.split(pair)
-        total = (_situ(gate, beta) * (up if linear_beta is None else _cap(up, linear_beta))).to(out.dtype.element_ty)
-        places = tl.program_id(0) // num_blocks * (N // 2) + tl.arange(0, N // 2)
+        gate, up = tl.split(tl.permute(tl.reshape(total.to(tl.float32), [N // 2, 2, M]), (0, 2, 1)))
+        total = (_situ(gate, beta) * (up if linear_beta is None else _cap(up, linear_beta))).to(dtype)
+        places = tile * (N // 2) + tl.arange(0, N // 2)
     out_rows = out + pairs[None, :].to(tl.int64) * width
     tl.store(out_rows + places[:, None], total, mask=(pairs[None, :] >= 0) & (places[:, None] < width))
 
@@ -358,7 +371,7 @@ def _spread(factors, shape: tl.constexpr):
     """``[N, G]`` to ``[N, W]``: each for its group of words."""
     N: tl.constexpr = shape[0]
     W: tl.constexpr = shape[1]
-    return tl.reshape(tl.broadcast_to(factors[:, :, None], [N, W // 4, 4]), [N, W])
+    return tl.reshape(tl.broadcast_to(factors[:, :, None], [N, W // GROUP_WORDS, GROUP_WORDS]), [N, W])
 
 
 @triton.jit
