@@ -4,13 +4,15 @@ The choices are dealt out by expert into blocks of at most M, then two grouped p
 rows) and a last kernel weights and adds the outputs of a token, in the order of its choices. Nothing waits for the
 host: the number of blocks has a bound from sizes alone, and programs beyond the last block end at once.
 
-A byte of a weight holds an even column and its odd neighbour. Activations are laid out as all even columns, then all
-odd ones, so that the low nibbles of a tile meet one half and the high nibbles the other, and nothing is interleaved.
+The product is taken as ``weight x^T``: the matrix units accept their left operand from registers, so weights are decoded
+where they are used and only their 4 bits pass through shared memory. A word of a weight holds 8 columns. Activations are
+laid out as all first columns of the words, then all second ones and so on, so that nibble i of a tile of words meets one
+stretch of a row and nothing is interleaved.
 
 Sizes that change from call to call (blocks, choices) are not specialised, so that each tile is compiled once.
 
 Legend: T tokens, P = T k choices, E experts, M choices of a block, N weight rows of a tile, K contracted columns,
-J = K / 2 bytes of a row, G = K / 32 scales of a row.
+W = K / 8 words of a row, G = K / 32 scales of a row.
 """
 
 from __future__ import annotations
@@ -29,31 +31,34 @@ if TYPE_CHECKING:
 
 PLAN_BLOCK = 1024
 COMBINE_BLOCK = 256
-GROUP_BYTES = tl.constexpr(16)  # 32 values share a scale
+GROUP_WORDS = tl.constexpr(4)  # 32 values share a scale
 
-# Two bf16 at a time. A byte permutation puts bytes 0 and 1 at the bottom of the two halves of a register, bytes 2 and 3
-# at the top, so that each nibble lies in the same place of its half as that of a neighbour. Its sign goes to the top,
-# its magnitude to the lowest bits of the exponent and the highest of the mantissa: 2^-126 times the value, 0.5 (a
-# subnormal) included. The factor makes that 2^-62 times the weight and the sum is multiplied by 2^62, so that one
-# product serves all scales from 2^-63 to 2^63 exactly; beyond, weights fade to zero or grow to infinity.
+# Two bf16 at a time. Two neighbouring words go in, and the pair of their nibbles i comes out for each i. A byte of each
+# word is put at the bottom of the two halves of a register; a product with two powers of two copies a nibble to where
+# its sign belongs and to where its magnitude does: the lowest bits of the exponent and the highest of the mantissa. That
+# is 2^-126 times the value, 0.5 (a subnormal) included. The factor makes it 2^-62 times the weight and the sum is
+# multiplied by 2^62, so that one product serves all scales from 2^-63 to 2^63 exactly; beyond, weights fade to zero or
+# grow to infinity.
 DECODE_PTX = tl.constexpr(
-    "{ .reg .b32 nibbles, sign, magnitude, nil; prmt.b32 nibbles, $4, $4, 0x3120; mov.b32 nil, 0x80008000;"
+    "{ .reg .b32 bytes, bits, nil; mov.b32 nil, 0x80008000;"
     + "".join(
-        f"{to_sign}; {to_magnitude}; and.b32 sign, sign, 0x80008000; and.b32 magnitude, magnitude, 0x01C001C0;"
-        f"or.b32 magnitude, magnitude, sign; fma.rn.bf16x2 {value}, magnitude, {factor}, nil;"
-        for value, factor, to_sign, to_magnitude in (
-            ("$0", "$5", "shl.b32 sign, nibbles, 12", "shl.b32 magnitude, nibbles, 6"),  # low nibbles of 0 and 1
-            ("$1", "$6", "shl.b32 sign, nibbles, 4", "shr.u32 magnitude, nibbles, 2"),  # low nibbles of 2 and 3
-            ("$2", "$5", "shl.b32 sign, nibbles, 8", "shl.b32 magnitude, nibbles, 2"),  # high nibbles of 0 and 1
-            ("$3", "$6", "mov.b32 sign, nibbles", "shr.u32 magnitude, nibbles, 6"),  # high nibbles of 2 and 3
+        f"prmt.b32 bytes, $8, $9, {0x4400 + 0x1111 * byte};"
+        + "".join(
+            f"and.b32 bits, bytes, {nibble}; mul.lo.u32 bits, bits, {copies}; and.b32 bits, bits, 0x81C081C0;"
+            f"fma.rn.bf16x2 {value}, bits, $10, nil;"
+            for value, nibble, copies in (
+                (f"${2 * byte}", 0x000F000F, 2**12 + 2**6),
+                (f"${2 * byte + 1}", 0x00F000F0, 2**8 + 2**2),
+            )
         )
+        for byte in range(4)
     )
     + "}"
 )
 
 
 class Tile(NamedTuple):
-    """Choices, weight rows and bytes (columns, if not packed) of a tile, warps and pipeline stages."""
+    """Choices, weight rows and words (columns, if not packed) of a tile, warps and pipeline stages."""
 
     m: int
     n: int
@@ -91,7 +96,10 @@ def latent_experts(
         return out
     tile = _tile(num_pairs / num_experts, packed=w13_scale is not None, dtype=z.dtype)
     plan = _plan(topk_ids, num_experts, expert_offset, tile.m)
-    x = z if w13_scale is None else z.unflatten(1, (-1, 2)).transpose(1, 2).reshape(z.shape)
+    x = z
+    if w13_scale is not None:
+        x = z.unflatten(1, (-1, 8)).transpose(1, 2).reshape(z.shape)
+        w13, w2 = w13.view(torch.int32), w2.view(torch.int32)
     hidden = torch.empty(num_pairs, width, dtype=z.dtype, device=z.device)
     outputs = torch.empty(num_pairs, latent, dtype=z.dtype, device=z.device)
     for rows, result, weight, scale, is_gate_up in (
@@ -149,11 +157,15 @@ def latent_experts(
 def _tile(pairs_per_expert: float, *, packed: bool, dtype: torch.dtype) -> Tile:
     """By the mean number of choices of an expert, an upper bound where other ranks hold experts too."""
     if dtype == torch.float32:
-        return Tile(16, 32, 32, 4, 1)
-    columns = 64 if packed else 128  # a byte is two columns; 64 bytes have scales enough for an asynchronous copy
-    if pairs_per_expert > 64:
-        return Tile(64, 128, columns, 4, 3)
-    return Tile(16 if pairs_per_expert <= 16 else 32, 128, columns, 4, 4)
+        return Tile(16, 32, 8 if packed else 32, 4, 1)
+    k = 32 if packed else 128  # words of a whole cache line
+    if pairs_per_expert <= 8:
+        return Tile(8, 128, k, 4, 3)
+    if pairs_per_expert <= 32:
+        return Tile(32, 128, k, 4, 3)
+    if pairs_per_expert <= 64:
+        return Tile(64, 128, k, 4, 3)
+    return Tile(128, 128, k, 8, 3)
 
 
 def _plan(topk_ids: Tensor, num_experts: int, expert_offset: int, block: int) -> Plan:
@@ -266,9 +278,9 @@ def _expert_linear(
     DOT: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """``x weight^T`` for one block of choices and one tile of weight rows, activated if the rows are gate and up."""
+    """``weight x^T`` for one tile of weight rows and one block of choices, activated if the rows are gate and up."""
     block = tl.program_id(0) % num_blocks
-    n = tl.program_id(0) // num_blocks * N + tl.arange(0, N)
+    tile = tl.program_id(0) // num_blocks
     m = tl.arange(0, M)
     if block_experts is None:
         expert = tl.load(topk_ids + block * ids_stride).to(tl.int32) - expert_offset
@@ -278,48 +290,49 @@ def _expert_linear(
         pairs = tl.load(block_pairs + block * M + m)
     if (expert < 0) | (expert >= num_experts):
         return
-    # Rows of gate and up alternate, so that a pair of them ends up in one thread.
-    rows = n % 2 * (ROWS // 2) + n // 2 if GATE_UP else n
+    # Outputs are found by their place in a row of out, which for gate and up is laid out as the next product wants it.
+    # Rows of gate and up alternate, so that a pair of them is easily split.
+    n = tl.arange(0, N)
+    width: tl.constexpr = ROWS // 2 if GATE_UP else ROWS
+    places = tile * (N // 2) + n // 2 if GATE_UP else tile * N + n
+    columns = places
+    if GATE_UP and scale is not None:
+        columns = places % (width // 8) * 8 + places // (width // 8)
+    rows = n % 2 * width + columns if GATE_UP else columns
     x_rows = x + tl.maximum(pairs // PAIRS_PER_ROW, 0)[:, None].to(tl.int64) * x_strides[0]
     weight_rows = weight + expert.to(tl.int64) * weight_strides[0] + rows[:, None].to(tl.int64) * weight_strides[1]
-    live, inside = pairs[:, None] >= 0, n[:, None] < ROWS
-    total = tl.zeros([M, N], tl.float32)
+    live, inside = pairs[:, None] >= 0, places[:, None] < width
+    total = tl.zeros([N, M], tl.float32)
     if scale is None:
         for start in range(0, K, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             a = tl.load(x_rows + k[None, :] * x_strides[1], mask=live & (k[None, :] < K), other=0.0)
             w = tl.load(weight_rows + k[None, :] * weight_strides[2], mask=inside & (k[None, :] < K), other=0.0)
-            total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+            total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
     else:
         scale_rows = scale + expert.to(tl.int64) * scale_strides[0] + rows[:, None].to(tl.int64) * scale_strides[1]
-        J: tl.constexpr = K // 2
-        for start in range(0, J, BLOCK_K):
-            j = start + tl.arange(0, BLOCK_K)
-            even = tl.load(x_rows + j[None, :] * x_strides[1], mask=live & (j[None, :] < J), other=0.0)
-            odd = tl.load(x_rows + (J + j[None, :]) * x_strides[1], mask=live & (j[None, :] < J), other=0.0)
-            packed = tl.load(weight_rows + j[None, :] * weight_strides[2], mask=inside & (j[None, :] < J), other=0)
-            g = start // GROUP_BYTES + tl.arange(0, BLOCK_K // GROUP_BYTES)
-            in_row = g[None, :] < J // GROUP_BYTES
-            codes = tl.load(scale_rows + g[None, :] * scale_strides[2], mask=inside & in_row, other=0)
-            low, high = _decode(packed, codes, DOT, PTX)
-            total = tl.dot(even, tl.trans(low), total, input_precision="ieee")
-            total = tl.dot(odd, tl.trans(high), total, input_precision="ieee")
+        W: tl.constexpr = K // 8
+        for start in range(0, W, BLOCK_K):
+            w = start + tl.arange(0, BLOCK_K)
+            words = tl.load(weight_rows + w[None, :] * weight_strides[2], mask=inside & (w[None, :] < W), other=0)
+            g = start // GROUP_WORDS + tl.arange(0, BLOCK_K // GROUP_WORDS)
+            codes = tl.load(
+                scale_rows + g[None, :] * scale_strides[2], mask=inside & (g[None, :] < W // GROUP_WORDS), other=0
+            )
+            nibbles = _decode(words, codes, DOT, PTX)
+            for i in tl.static_range(8):
+                a = tl.load(x_rows + (i * W + w[None, :]) * x_strides[1], mask=live & (w[None, :] < W), other=0.0)
+                total = tl.dot(nibbles[i], tl.trans(a), total, input_precision="ieee")
         if PTX:
             total *= 4.611686018427388e18  # 2^62
-
     dtype = out.dtype.element_ty
     total = total.to(dtype)
-    width: tl.constexpr = ROWS // 2 if GATE_UP else ROWS
-    columns = n
     if GATE_UP:
-        gate, up = tl.split(tl.reshape(total.to(tl.float32), [M, N // 2, 2]))
+        gate, up = tl.split(tl.permute(tl.reshape(total.to(tl.float32), [N // 2, 2, M]), (0, 2, 1)))
         total = (_situ(gate, beta) * (up if linear_beta is None else _cap(up, linear_beta))).to(dtype)
-        columns = tl.program_id(0) // num_blocks * (N // 2) + tl.arange(0, N // 2)
-    places = columns
-    if GATE_UP and scale is not None:
-        places = columns % 2 * (width // 2) + columns // 2  # as the next product wants them
-    out_rows = out + pairs[:, None].to(tl.int64) * width
-    tl.store(out_rows + places[None, :], total, mask=live & (columns[None, :] < width))
+        places = tile * (N // 2) + tl.arange(0, N // 2)
+    out_rows = out + pairs[None, :].to(tl.int64) * width
+    tl.store(out_rows + places[:, None], total, mask=(pairs[None, :] >= 0) & (places[:, None] < width))
 
 
 @triton.jit
@@ -333,30 +346,32 @@ def _situ(gate, beta):
 
 
 @triton.jit
-def _decode(packed, codes, DOT: tl.constexpr, PTX: tl.constexpr):
-    """Low and high nibbles of ``packed [N, J]`` times their scales ``codes [N, J / 16]``; with PTX 2^-62 times that."""
+def _decode(words, codes, DOT: tl.constexpr, PTX: tl.constexpr):
+    """Each of the 8 nibbles of ``words [N, W]`` times its scale ``codes [N, W / 4]``; with PTX 2^-62 times that."""
     if PTX:
-        bits = tl.minimum(codes.to(tl.int32) + 64, 255) << 7
-        factors = _spread(bits.to(tl.int16).to(tl.bfloat16, bitcast=True), packed.shape)
+        factors = _spread((tl.minimum(codes.to(tl.int32), 191) + 64) * 0x00800080, words.shape)
         return tl.inline_asm_elementwise(
             DECODE_PTX,
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [packed, factors],
-            dtype=(tl.bfloat16, tl.bfloat16),
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
+            [words, factors],
+            dtype=(tl.bfloat16,) * 8,
             is_pure=True,
-            pack=4,
+            pack=2,
         )
     bits = tl.where(codes == 0, 1 << 22, tl.where(codes == 255, 0x7FC00000, codes.to(tl.int32) << 23))
-    factors = _spread(bits.to(tl.float32, bitcast=True), packed.shape)
-    return (_e2m1(packed & 0xF) * factors).to(DOT), (_e2m1(packed >> 4) * factors).to(DOT)
+    factors = _spread(bits.to(tl.float32, bitcast=True), words.shape)
+    values = ()
+    for i in tl.static_range(8):
+        values = values + ((_e2m1(words >> (4 * i)) * factors).to(DOT),)
+    return values
 
 
 @triton.jit
 def _spread(factors, shape: tl.constexpr):
-    """``[N, G]`` to ``[N, J]``: each for its group of bytes."""
+    """``[N, G]`` to ``[N, W]``: each for its group of words."""
     N: tl.constexpr = shape[0]
-    J: tl.constexpr = shape[1]
-    return tl.reshape(tl.broadcast_to(factors[:, :, None], [N, J // GROUP_BYTES, GROUP_BYTES]), [N, J])
+    W: tl.constexpr = shape[1]
+    return tl.reshape(tl.broadcast_to(factors[:, :, None], [N, W // GROUP_WORDS, GROUP_WORDS]), [N, W])
 
 
 @triton.jit
