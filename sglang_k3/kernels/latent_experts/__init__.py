@@ -7,7 +7,8 @@ Experts that this rank does not hold are skipped, so the outputs of all ranks ad
 comes after that reduction and is not part of the op.
 
 Scales are data too. A kernel may decode only those between ``LOWEST_SCALE`` and ``HIGHEST_SCALE`` exactly: whoever
-binds the op names the extremes of its weights as sizes ``lowest_scale`` and ``highest_scale``.
+binds the op names the extremes of its weights as sizes ``lowest_scale`` and ``highest_scale``. The op that checks its
+inputs looks them up, and waits for the device.
 
 Numerics: RATIO. Which experts are hit is data, so the reference waits for the device; a kernel need not.
 """
@@ -81,6 +82,8 @@ def latent_experts(
         scales = {"w13_scale": (w13_scale, "E 2I L/32"), "w2_scale": (w2_scale, "E L I/32")}
         sizes = check_shapes(op, **tokens, **packed, **scales)
         check_dtypes(op, BYTES, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+        codes = [int(code) for scale in (w13_scale, w2_scale) if scale.numel() for code in scale.aminmax()]
+        sizes |= {"lowest_scale": min(codes), "highest_scale": max(codes)} if codes else {}
     check_dtypes(op, FLOATS, z=z)
     check_dtypes(op, FP32, topk_weights=topk_weights)
     check_dtypes(op, INTEGERS, topk_ids=topk_ids)

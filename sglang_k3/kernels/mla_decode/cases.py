@@ -14,13 +14,17 @@ TOLERANCE_16_BIT = "rounded"  # of the output; the log-sum-exp keeps the other o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(BaseCase):
-    """``lens`` counts the cached rows of each sequence; 0 is a padding row. ``owners`` is the number of DCP ranks."""
+    """``lens`` counts the cached rows of each sequence; 0 is a padding row. ``owners`` is the number of DCP ranks.
+
+    In a broken pool the first row of the first sequence is NaN, and so is all that this sequence gets.
+    """
 
     lens: tuple[int, ...]
     heads: int
     latent: int
     rope: int
     owners: int = 1
+    broken: bool = False
 
 
 BF16 = torch.bfloat16
@@ -34,6 +38,7 @@ CASES = (
     Case(lens=(64, 63), heads=4, latent=512, rope=64, seed=6),
     Case(lens=(5, 0, 3), heads=2, latent=16, rope=8, dtype=BF16, seed=7),
     Case(lens=(65,), heads=4, latent=512, rope=64, owners=3, dtype=BF16, seed=8),
+    Case(lens=(9, 5), heads=2, latent=16, rope=8, broken=True, seed=14),
     Case(lens=(1030,), heads=1, latent=16, rope=8, dtype=BF16, seed=9),
     Case(lens=(*(3, 0) * 65, 300, 1030), heads=2, latent=16, rope=8, seed=11, marks=("gpu",)),
     Case(lens=(1, 700, 0, 2100, 64), heads=96, latent=512, rope=64, dtype=BF16, seed=12, timed=True, marks=("gpu",)),
@@ -57,6 +62,8 @@ def make_inputs(case: Case, device: torch.device | str) -> Inputs:
         "owner_mask": None if case.owners == 1 else owned,
     }
     kv_pool = draw.pool(num_rows + 3, width, used=slots[owned])
+    if case.broken:
+        kv_pool[slots[0]] = torch.nan
     return Inputs((draw.normal(len(case.lens), case.heads, width), kv_pool), kwargs)
 
 

@@ -287,5 +287,5 @@ def _merge(sums, stats, kv_indptr, out, lse, indptr_stride, V: tl.constexpr, BLO
         total = total * factor + tl.sum(weights[:, None] * parts, axis=0)
         peak = new_peak
     row = tl.cast(b, tl.int64) * num_heads + h
-    tl.store(out + row * V + v, tl.where(mass > 0.0, total / mass, 0.0), mask=v < V)
+    tl.store(out + row * V + v, tl.where(mass == 0.0, 0.0, total / mass), mask=v < V)
     tl.store(lse + row + tl.arange(0, 1), (peak + tl.log2(mass)) * LN_2)

@@ -14,12 +14,15 @@ TOLERANCE_16_BIT = "rounded"  # of the output; the log-sum-exp keeps the other o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(BaseCase):
+    """In a broken batch the last key of the first sequence is NaN, and so is what the queries get that see it."""
+
     lens_q: tuple[int, ...]
     lens_k: tuple[int, ...]
     heads: int
     key_dim: int
     value_dim: int
     causal: bool = True
+    broken: bool = False
 
 
 BF16 = torch.bfloat16
@@ -31,6 +34,7 @@ CASES = (
     Case(lens_q=(4, 0, 2), lens_k=(0, 5, 2), heads=2, key_dim=8, value_dim=8, seed=4),
     Case(lens_q=(5, 2), lens_k=(3, 2), heads=2, key_dim=8, value_dim=4, seed=5),
     Case(lens_q=(5, 3, 2), lens_k=(9, 1, 0), heads=2, key_dim=24, value_dim=16, causal=False, seed=6),
+    Case(lens_q=(5, 3), lens_k=(9, 3), heads=2, key_dim=24, value_dim=16, broken=True, seed=11),
     Case(lens_q=(33, 31), lens_k=(64, 31), heads=2, key_dim=192, value_dim=128, seed=7),
     Case(lens_q=(5, 3), lens_k=(8, 3), heads=2, key_dim=24, value_dim=16, dtype=BF16, seed=8),
     Case(lens_q=(17,), lens_k=(63,), heads=2, key_dim=192, value_dim=128, dtype=BF16, seed=9),
@@ -51,6 +55,8 @@ def make_inputs(case: Case, device: torch.device | str) -> Inputs:
     draw = Draw(case, device)
     q = draw.normal(case.heads, sum(case.lens_q), case.key_dim).transpose(0, 1)
     kv = draw.normal(sum(case.lens_k), case.heads, case.key_dim + case.value_dim)
+    if case.broken:
+        kv[case.lens_k[0] - 1, :, : case.key_dim] = torch.nan
     kwargs = {
         "cu_seqlens_q": cu_seqlens(case.lens_q, draw.device),
         "cu_seqlens_k": cu_seqlens(case.lens_k, draw.device),

@@ -175,7 +175,7 @@ def _prefill(
     out_rows = out + tokens[:, None] * out_strides[0] + h * out_strides[1]
     tl.store(
         out_rows + value_channels[None, :] * out_strides[2],
-        tl.where(mass[:, None] > 0.0, total / mass[:, None], 0.0),
+        tl.where(mass[:, None] == 0.0, 0.0, total / mass[:, None]),
         mask=query & (value_channels[None, :] < V),
     )
     tl.store(lse + tokens * lse_strides[0] + h * lse_strides[1], (peak + tl.log2(mass)) * LN_2, mask=m < num_q)
