@@ -69,7 +69,7 @@ def _gated_rms_norm(
     gate = tl.load(gate_ptr + gate_offset, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + cols * weight_col, mask=cols < V, other=0.0)
     o = o.to(tl.float32)
-    root_mean_square = tl.sqrt_rn(tl.sum(o * o, axis=1) / V + eps)
-    normed = tl.div_rn(o, root_mean_square[:, None]) * weight[None, :]
-    out = normed * sigmoid(gate.to(tl.float32))
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(o * o, axis=1) / V + eps))
+    normed = o * inverse[:, None] * weight[None, :]
+    out = normed * sigmoid(gate.to(tl.float32), gate.dtype)
     tl.store(out_ptr + rows[:, None] * V + cols[None, :], out.to(gate.dtype), mask=inside)

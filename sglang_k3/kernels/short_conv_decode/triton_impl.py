@@ -80,5 +80,5 @@ def _short_conv_decode(
     if W > 1:
         tl.store(state_ptr + (W - 2) * state_row, x.to(state_ptr.dtype.element_ty), mask=used)
     y += x.to(tl.float32) * tl.load(weight_ptr + (W - 1) * weight_col, mask=inside)
-    y *= sigmoid(y)
+    y *= sigmoid(y, y_ptr.dtype.element_ty)
     tl.store(y_ptr + sequence * num_channels + channels, tl.where(used, y, 0.0).to(y_ptr.dtype.element_ty), mask=inside)

@@ -121,7 +121,7 @@ def _outputs(
             row = (depth + tap).to(tl.int64)[:, None] * state_row
             value += tl.load(state_ptr + row, mask=from_state, other=0.0).to(tl.float32)
         y += value * tl.load(weight_ptr + channels * weight_row + tap * weight_col, mask=channels < num_channels)
-    y *= sigmoid(y)
+    y *= sigmoid(y, y_ptr.dtype.element_ty)
     y_ptr += tokens.to(tl.int64)[:, None] * num_channels + channels[None, :]
     y = tl.where(used[:, None], y, 0.0)
     tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=(tokens < num_tokens)[:, None] & in_channels)
