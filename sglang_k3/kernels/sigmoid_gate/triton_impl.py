@@ -13,7 +13,7 @@ from sglang_k3.kernels.triton_math import sigmoid
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK = 512
+_BLOCK = 1024
 
 
 def sigmoid_gate(o: Tensor, gate: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from sglang_k3.kernels.triton_math import sigmoid, tanh
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK = 512
+_BLOCK = 1024
 
 
 def situ_and_mul(gate_up: Tensor, *, beta: float, linear_beta: float | None) -> Tensor:
