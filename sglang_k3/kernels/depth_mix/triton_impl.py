@@ -70,27 +70,27 @@ def _depth_mix(
     ROWS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
+    cols = tl.arange(0, BLOCK)[None, :]
     inside = cols < width
     weight = tl.load(weight_ptr + cols * weight_col, mask=inside, other=0.0)
     prefix = tl.load(prefix_ptr + token * prefix_token + cols * prefix_col, mask=inside, other=0.0)
-    bank_ptr += token * bank_token + cols[None, :] * bank_col
+    bank_ptr += token * bank_token + cols * bank_col
     mixed = tl.zeros([1, BLOCK], tl.float32)
     highest, total = tl.zeros([1], tl.float32) - float("inf"), tl.zeros([1], tl.float32)
     for first in range(0, num_rows, ROWS):
         depths = first + tl.arange(0, ROWS)
         in_bank = depths < num_rows
         rows_ptr = bank_ptr + depths.to(tl.int64)[:, None] * bank_row
-        mask = in_bank[:, None] & inside[None, :]
+        mask = in_bank[:, None] & inside
         rows = tl.load(rows_ptr, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
         scores = tl.where(in_bank, _scores(rows, weight, width, eps), float("-inf"))
         # The rows are too many for the registers, so what comes next has them from the cache once more.
         rows = tl.load(rows_ptr, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         mixed, total, highest = _add(rows, scores, mixed, total, highest)
-    prefix = prefix.to(tl.float32)[None, :]
+    prefix = prefix.to(tl.float32)
     mixed, total, highest = _add(prefix, _scores(prefix, weight, width, eps), mixed, total, highest)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    out = tl.reshape(mixed * tl.div_rn(1.0, total)[:, None], [BLOCK]).to(dtype)
+    out = (mixed * tl.div_rn(1.0, total)[:, None]).to(dtype)
     if norm_ptr is not None:
         norm_weight = tl.load(norm_ptr + cols * norm_col, mask=inside, other=0.0)
         out = normalise(out.to(tl.float32), norm_weight, width, eps, dtype)
@@ -99,7 +99,7 @@ def _depth_mix(
 
 @triton.jit
 def _scores(rows, weight, width, eps):
-    return tl.sum(rows * weight[None, :], axis=1) * tl.rsqrt(tl.sum(rows * rows, axis=1) / width + eps)
+    return tl.sum(rows * weight, axis=1) * tl.rsqrt(tl.sum(rows * rows, axis=1) / width + eps)
 
 
 @triton.jit
