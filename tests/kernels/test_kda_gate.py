@@ -30,7 +30,12 @@ def test_equals_the_formula_element_by_element(case, device):
     [(0, 0, 0, -2.5), (1, 0.5, -2, -0.806409242), (-3, 1, 0.25, -0.002833043)],
 )
 def test_published_check_values(a, A_log, dt_bias, expected):
-    tensors = (torch.tensor([[[float(a)]]]), torch.zeros(1, 1), torch.tensor([float(A_log)]), torch.tensor([[float(dt_bias)]]))
+    tensors = (
+        torch.tensor([[[float(a)]]]),
+        torch.zeros(1, 1),
+        torch.tensor([float(A_log)]),
+        torch.tensor([[float(dt_bias)]]),
+    )
     g, _ = kda_gate(*tensors, lower_bound=-5.0)
     assert g.item() == pytest.approx(expected, rel=1e-6)
 
