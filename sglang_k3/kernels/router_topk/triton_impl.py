@@ -1,10 +1,11 @@
-"""Triton kernels of ``router_topk``: a GEMM in fp32, then one program per token.
-
-That takes the best experts of each set of some experts one by one, and then ranks all that it took by counting.
+"""Triton kernels of ``router_topk``: a GEMM in fp32, then a choice by one program per token.
 
 The sum over the width is cut into a number of parts that the width alone decides. Few tokens: each part is a program,
 so that all of the device reads the weight; many tokens: one program adds the parts in the same order. Experts are the
 rows of the product and tokens its columns, hence a token's bits are the same in any batch.
+
+For the choice each warp takes the best of its own experts, one after the other and without waiting for the others; the
+place of each of those in the whole is the number of those that are better.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 _WIDTH = 64  # of a tile; sizes of tiles in the other dimensions do not change a bit
 _PART = 14 * _WIDTH  # K3's 7168 are eight parts
 _MANY_TOKENS = 2048
-
 _SET = 128  # experts that one warp holds
 
 LOWEST = tl.constexpr(-(1 << 31))

@@ -103,11 +103,11 @@ def _outputs(
     in_channels = (channels < num_channels)[None, :]
     x_ptr += tokens.to(tl.int64)[:, None] * x_row + channels[None, :] * x_col
     # These wait for nothing; what turns out to be of another sequence is left out below.
-    inputs = ()
+    inputs: tl.tuple = ()
     for tap in tl.static_range(W):
         back = W - 1 - tap
         in_x = ((tokens >= back) & (tokens < num_tokens))[:, None] & in_channels
-        inputs = inputs + (tl.load(x_ptr - back * x_row, mask=in_x, other=0.0),)
+        inputs += (tl.load(x_ptr - back * x_row, mask=in_x, other=0.0),)
     sequence = _sequence_of(tokens, cu_seqlens_ptr, num_seqs, num_halvings)
     in_sequence = (tokens < num_tokens) & (sequence < num_seqs)
     slot = tl.load(slot_ptr + sequence, mask=in_sequence, other=-1).to(tl.int64)
@@ -122,11 +122,10 @@ def _outputs(
     for tap in tl.static_range(W):
         back = W - 1 - tap
         value = inputs[tap].to(tl.float32)
-        if back > 0:
-            if at_a_start:
-                from_state = continues & (depth < back) & in_channels
-                held = tl.load(state_ptr + (depth + tap).to(tl.int64) * state_row, mask=from_state, other=0.0)
-                value = tl.where(depth >= back, value, held.to(tl.float32))
+        if back > 0 and at_a_start:
+            from_state = continues & (depth < back) & in_channels
+            held = tl.load(state_ptr + (depth + tap).to(tl.int64) * state_row, mask=from_state, other=0.0)
+            value = tl.where(depth >= back, value, held.to(tl.float32))
         y += value * tl.load(weight_ptr + channels * weight_row + tap * weight_col, mask=channels < num_channels)
     y *= sigmoid(y, y_ptr.dtype.element_ty)
     y_ptr += tokens.to(tl.int64)[:, None] * num_channels + channels[None, :]
