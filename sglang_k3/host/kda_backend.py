@@ -14,7 +14,6 @@ import torch
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
 
 from sglang_k3.kernels import OpContext, bind
-from sglang_k3.kernels.elementwise import sigmoid
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
@@ -152,7 +151,7 @@ class K3KDABackend(MambaAttnBackendBase):
         q, k, v = mixed_qkv.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
         q, k = (x.unflatten(-1, (-1, layer.head_k_dim)) for x in (q, k))
         v = v.unflatten(-1, (-1, layer.head_v_dim))
-        g = self.kda_gate(
-            a.unflatten(-1, (-1, layer.head_k_dim)), layer.A_log, layer.dt_bias, lower_bound=layer.lower_bound
+        g, beta = self.kda_gate(
+            a.unflatten(-1, (-1, layer.head_k_dim)), b, layer.A_log, layer.dt_bias, lower_bound=layer.lower_bound
         )
-        return q, k, v, g, sigmoid(b.float())
+        return q, k, v, g, beta

@@ -28,7 +28,7 @@ ROWS = {
     "depth_mix": {"bank": 1, "prefix_sum": 0},
     "gated_rms_norm": {"o": 0, "gate": 0},
     "kda_decode": {"q": 0, "k": 0, "v": 0, "g": 0, "beta": 0, "cache_indices": 0},
-    "kda_gate": {"a": 0},
+    "kda_gate": {"a": 0, "b": 0},
     "kv_gather": {"loc": 0, "owner_mask": 0},
     "rms_norm": {"x": 0},
     "router_topk": {"x": 0},

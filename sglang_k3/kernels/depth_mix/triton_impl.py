@@ -1,6 +1,7 @@
-"""Triton kernel of ``depth_mix``: one program per token, which reads each row once and keeps a running softmax.
+"""Triton kernel of ``depth_mix``: one program per token, which keeps a running softmax.
 
-The sum over depth is rescaled whenever a row scores higher than all before it, so no row is kept or read again.
+It takes several rows at a time, so that they arrive together and their scores are reduced together. The sum over depth
+is rescaled when one of them scores higher than all before.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from sglang_k3.kernels.rms_norm.triton_impl import normalise
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_ROWS = 8  # at a time; K3 has no more in its bank
 
 
 def depth_mix(
@@ -39,6 +43,7 @@ def depth_mix(
         folded_weight.stride(0),
         0 if norm_weight is None else norm_weight.stride(0),
         BLOCK=block,
+        ROWS=min(triton.next_power_of_2(max(bank.shape[0], 1)), _ROWS),
         num_warps=min(max(block // 512, 1), 16),
     )
     return out
@@ -62,28 +67,30 @@ def _depth_mix(
     weight_col,
     norm_col,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
+    cols = tl.arange(0, BLOCK)[None, :]
     inside = cols < width
     weight = tl.load(weight_ptr + cols * weight_col, mask=inside, other=0.0)
-    prefix = tl.load(prefix_ptr + token * prefix_token + cols * prefix_col, mask=inside, other=0.0).to(tl.float32)
-    highest = _score(prefix, weight, width, eps)
-    total = highest * 0.0 + 1.0
-    mixed = prefix
+    prefix = tl.load(prefix_ptr + token * prefix_token + cols * prefix_col, mask=inside, other=0.0)
     bank_ptr += token * bank_token + cols * bank_col
-    # Asking for stages lets the next rows arrive while this one is scored.
-    for _ in tl.range(0, num_rows, num_stages=4):
-        row = tl.load(bank_ptr, mask=inside, other=0.0).to(tl.float32)
-        bank_ptr += bank_row
-        score = _score(row, weight, width, eps)
-        higher = tl.maximum(highest, score)
-        kept, added = tl.exp(highest - higher), tl.exp(score - higher)
-        mixed = mixed * kept + row * added
-        total = total * kept + added
-        highest = higher
+    mixed = tl.zeros([1, BLOCK], tl.float32)
+    highest, total = tl.zeros([1], tl.float32) - float("inf"), tl.zeros([1], tl.float32)
+    for first in range(0, num_rows, ROWS):
+        depths = first + tl.arange(0, ROWS)
+        in_bank = depths < num_rows
+        rows_ptr = bank_ptr + depths.to(tl.int64)[:, None] * bank_row
+        mask = in_bank[:, None] & inside
+        rows = tl.load(rows_ptr, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        scores = tl.where(in_bank, _scores(rows, weight, width, eps), float("-inf"))
+        # The rows are too many for the registers, so what comes next has them from the cache once more.
+        rows = tl.load(rows_ptr, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        mixed, total, highest = _add(rows, scores, mixed, total, highest)
+    prefix = prefix.to(tl.float32)
+    mixed, total, highest = _add(prefix, _scores(prefix, weight, width, eps), mixed, total, highest)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    out = tl.div_rn(mixed, total).to(dtype)
+    out = (mixed * tl.div_rn(1.0, total)[:, None]).to(dtype)
     if norm_ptr is not None:
         norm_weight = tl.load(norm_ptr + cols * norm_col, mask=inside, other=0.0)
         out = normalise(out.to(tl.float32), norm_weight, width, eps, dtype)
@@ -91,5 +98,14 @@ def _depth_mix(
 
 
 @triton.jit
-def _score(row, weight, width, eps):
-    return tl.sum(row * weight) / tl.sqrt_rn(tl.sum(row * row) / width + eps)
+def _scores(rows, weight, width, eps):
+    return tl.sum(rows * weight, axis=1) * tl.rsqrt(tl.sum(rows * rows, axis=1) / width + eps)
+
+
+@triton.jit
+def _add(rows, scores, mixed, total, highest):
+    """Sums over depth, in units of the exponential of the ``highest`` score so far, with some more rows."""
+    higher = tl.maximum(highest, tl.max(scores, axis=0, keep_dims=True))
+    kept, added = tl.exp(highest - higher), tl.exp(scores - higher)
+    mixed = mixed * kept[:, None] + tl.sum(rows * added[:, None], axis=0, keep_dims=True)
+    return mixed, total * kept + tl.sum(added, axis=0, keep_dims=True), higher

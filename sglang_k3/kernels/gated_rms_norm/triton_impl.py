@@ -1,4 +1,4 @@
-"""Triton kernel of ``gated_rms_norm``: a few heads per program, one warp for each head of K3's size; one downcast."""
+"""Triton kernel of ``gated_rms_norm``: a few heads of one token per program; one downcast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_k3.kernels.triton_math import sigmoid
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HEADS_PER_PROGRAM = 4
+_HEADS_PER_PROGRAM = 8
 
 
 def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -21,12 +21,11 @@ def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Te
     if out.numel() == 0:
         return out
     tokens, heads, value_dim = gate.shape
-    _gated_rms_norm[(triton.cdiv(tokens * heads, _HEADS_PER_PROGRAM),)](
+    _gated_rms_norm[(tokens, triton.cdiv(heads, _HEADS_PER_PROGRAM))](
         o,
         gate,
         weight,
         out,
-        tokens * heads,
         heads,
         eps,
         *o.stride(),
@@ -34,7 +33,7 @@ def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Te
         weight.stride(0),
         V=value_dim,
         BLOCK_V=triton.next_power_of_2(value_dim),
-        ROWS=_HEADS_PER_PROGRAM,
+        BLOCK_H=_HEADS_PER_PROGRAM,
         num_warps=4,
     )
     return out
@@ -46,8 +45,7 @@ def _gated_rms_norm(
     gate_ptr,
     weight_ptr,
     out_ptr,
-    num_rows,
-    heads,
+    num_heads,
     eps,
     o_token,
     o_head,
@@ -58,18 +56,15 @@ def _gated_rms_norm(
     weight_col,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, BLOCK_V)
-    inside = (rows < num_rows)[:, None] & (cols < V)[None, :]
-    token, head = (rows // heads)[:, None], (rows % heads)[:, None]
-    o = tl.load(o_ptr + token * o_token + head * o_head + cols[None, :] * o_col, mask=inside, other=0.0)
-    gate_offset = token * gate_token + head * gate_head + cols[None, :] * gate_col
-    gate = tl.load(gate_ptr + gate_offset, mask=inside, other=0.0)
+    token = tl.program_id(0).to(tl.int64)
+    heads = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+    cols = tl.arange(0, BLOCK_V)[None, :]
+    inside = (heads < num_heads) & (cols < V)
+    o = tl.load(o_ptr + token * o_token + heads * o_head + cols * o_col, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + token * gate_token + heads * gate_head + cols * gate_col, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + cols * weight_col, mask=cols < V, other=0.0)
-    o = o.to(tl.float32)
-    root_mean_square = tl.sqrt_rn(tl.sum(o * o, axis=1) / V + eps)
-    normed = tl.div_rn(o, root_mean_square[:, None]) * weight[None, :]
-    out = normed * sigmoid(gate.to(tl.float32))
-    tl.store(out_ptr + rows[:, None] * V + cols[None, :], out.to(gate.dtype), mask=inside)
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(o * o, axis=1) / V + eps))
+    out = o * inverse[:, None] * weight * sigmoid(gate.to(tl.float32), gate.dtype)
+    tl.store(out_ptr + (token * num_heads + heads) * V + cols, out.to(gate.dtype), mask=inside)

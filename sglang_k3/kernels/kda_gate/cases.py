@@ -28,11 +28,12 @@ CASES = tuple(
 def make_inputs(case: Case, device: torch.device | str) -> Inputs:
     draw = Draw(case, device)
     a = draw.normal(case.tokens, case.heads, case.key_dim, scale=2.0)
+    b = draw.normal(case.tokens, case.heads, scale=2.0)
     A_log = draw.normal(case.heads, dtype=torch.float32, scale=0.5)
     dt_bias = draw.normal(case.heads, case.key_dim, dtype=torch.float32)
-    return Inputs((a, A_log, dt_bias), {"lower_bound": -5.0})
+    return Inputs((a, b, A_log, dt_bias), {"lower_bound": -5.0})
 
 
 def cost(case: Case) -> Cost:
-    num_elements = case.tokens * case.heads * case.key_dim
+    num_elements = case.tokens * case.heads * (case.key_dim + 1)
     return Cost(num_elements * (case.dtype.itemsize + 4) + 4 * case.heads * (case.key_dim + 1), 5 * num_elements)

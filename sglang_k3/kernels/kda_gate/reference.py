@@ -10,5 +10,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def kda_gate(a: Tensor, A_log: Tensor, dt_bias: Tensor, *, lower_bound: float) -> Tensor:
-    return lower_bound * sigmoid(A_log.exp().unsqueeze(-1) * (a.float() + dt_bias))
+def kda_gate(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, lower_bound: float) -> tuple[Tensor, Tensor]:
+    g = lower_bound * sigmoid(A_log.exp().unsqueeze(-1) * (a.float() + dt_bias))
+    return g, sigmoid(b.float())

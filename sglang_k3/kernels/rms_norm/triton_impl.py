@@ -47,6 +47,6 @@ def _rms_norm(x_ptr, weight_ptr, out_ptr, width, eps, x_row, x_col, weight_col, 
 @triton.jit
 def normalise(x, weight, width, eps, dtype: tl.constexpr):
     """The row ``x``, fp32 and zero past ``width``, in ``dtype``; ``depth_mix`` normalises its result with it."""
-    root_mean_square = tl.sqrt_rn(tl.sum(x * x) / width + eps)
-    normed = tl.div_rn(x, root_mean_square).to(dtype).to(tl.float32)
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x) / width + eps))
+    normed = (x * inverse).to(dtype).to(tl.float32)
     return (normed * weight.to(dtype).to(tl.float32)).to(dtype)

@@ -1,8 +1,11 @@
-"""Triton kernels of ``router_topk``: a GEMM in fp32, then one program per token that takes the best expert each time.
+"""Triton kernels of ``router_topk``: a GEMM in fp32, then a choice by one program per token.
 
 The sum over the width is cut into a number of parts that the width alone decides. Few tokens: each part is a program,
 so that all of the device reads the weight; many tokens: one program adds the parts in the same order. Experts are the
 rows of the product and tokens its columns, hence a token's bits are the same in any batch.
+
+For the choice each warp takes the best of its own experts, one after the other and without waiting for the others; the
+place of each of those in the whole is the number of those that are better.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ if TYPE_CHECKING:
 _WIDTH = 64  # of a tile; sizes of tiles in the other dimensions do not change a bit
 _PART = 14 * _WIDTH  # K3's 7168 are eight parts
 _MANY_TOKENS = 2048
+_SET = 128  # experts that one warp holds
 
+LOWEST = tl.constexpr(-(1 << 31))
 LOWEST_KEY = tl.constexpr(-(1 << 63))
 
 
@@ -42,6 +47,7 @@ def router_topk(
     if tokens == 0:
         return topk_weights, topk_ids
     logits = _partial_logits(x, weight)
+    rounds = min(top_k, _SET)
     _choose[(tokens,)](
         logits,
         bias,
@@ -57,10 +63,12 @@ def router_topk(
         RENORMALIZE=renormalize,
         GROUPS=num_expert_group,
         KEPT=topk_group,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_K=triton.next_power_of_2(top_k),
+        SETS=triton.next_power_of_2(triton.cdiv(num_experts, _SET)),
+        SET=_SET,
+        ROUNDS=rounds,
+        BLOCK_K=triton.next_power_of_2(rounds),
         BLOCK_G=triton.next_power_of_2(num_expert_group),
-        num_warps=1,  # nothing to wait for but itself
+        num_warps=8,
     )
     return topk_weights, topk_ids
 
@@ -70,12 +78,13 @@ def _partial_logits(x: Tensor, weight: Tensor) -> Tensor:
     (tokens, width), num_experts = x.shape, weight.shape[0]
     num_parts = max(triton.cdiv(width, _PART), 1)
     if tokens >= _MANY_TOKENS:
-        parts_per_program, block_e, block_t, num_warps = num_parts, 128, 64, 8
+        parts_per_program, block_e, block_t, num_warps = num_parts, 128, 128, 8
     else:
         parts_per_program, block_e, block_t, num_warps = 1, 64, min(max(triton.next_power_of_2(tokens), 16), 64), 4
     num_programs = num_parts // parts_per_program
     logits = torch.empty(num_programs, tokens, num_experts, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(tokens, block_t), triton.cdiv(num_experts, block_e), num_programs)
+    # All experts of a tile of tokens come together: x does not stay in the cache for long, the weight does.
+    grid = (triton.cdiv(num_experts, block_e), triton.cdiv(tokens, block_t), num_programs)
     _multiply[grid](
         x,
         weight,
@@ -120,8 +129,8 @@ def _multiply(
     BLOCK_D: tl.constexpr,
 ):
     """Products of two 16-bit floats are exact in fp32; otherwise both are widened and multiplied as fp32."""
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    experts = tl.program_id(1).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
+    tokens = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    experts = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     cols = tl.program_id(2) * (PARTS * PART) + tl.arange(0, BLOCK_D)
     x_ptr += tokens[None, :] * x_row + cols[:, None] * x_col
     weight_ptr += experts[:, None] * weight_row + cols[None, :] * weight_col
@@ -159,12 +168,14 @@ def _choose(
     RENORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    SETS: tl.constexpr,
+    SET: tl.constexpr,
+    ROUNDS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    experts = tl.arange(0, BLOCK_E)
+    experts = tl.arange(0, SETS)[:, None] * SET + tl.arange(0, SET)[None, :]
     inside = experts < num_experts
     logits_ptr += token * logits_row
     biased = _scores(logits_ptr + experts, inside, logits_part, NUM_PARTS)
@@ -172,19 +183,34 @@ def _choose(
     if KEPT < GROUPS:
         group = experts // (num_experts // GROUPS)
         biased = tl.where(_in_best_groups(biased, experts, group, GROUPS, KEPT, BLOCK_G), biased, float("-inf"))
-    keys = tl.where(inside, _sort_key(biased, experts), LOWEST_KEY)
-    places = tl.arange(0, BLOCK_K)
-    best_ids = tl.zeros([BLOCK_K], tl.int32)
-    for place in tl.static_range(TOP_K):
-        best = tl.max(keys, axis=0)
-        best_ids = tl.where(places == place, _index_of(best), best_ids)
-        keys = tl.where(keys == best, LOWEST_KEY, keys)  # keys are distinct
-    best_scores = _scores(logits_ptr + best_ids, places < TOP_K, logits_part, NUM_PARTS)
+    keys, ids = _best_of_each(tl.where(inside, _ordered(biased), LOWEST), experts, ROUNDS, SETS, BLOCK_K)
+    scores = _scores(logits_ptr + ids, (ids >= 0) & (ids < num_experts), logits_part, NUM_PARTS)
+    places = tl.arange(0, SETS * BLOCK_K)  # of equal keys the first has the lowest index
+    above = keys[:, None] + (places[:, None] < places[None, :]).to(tl.int32) > keys[None, :]
+    rank = tl.sum(above.to(tl.int32), axis=0)
+    chosen = rank < TOP_K
     if RENORMALIZE:
-        total = tl.sum(tl.where(places < TOP_K, best_scores, 0.0), axis=0)
-        best_scores = tl.div_rn(best_scores, total + 1e-20)
-    tl.store(topk_ids_ptr + token * TOP_K + places, best_ids, mask=places < TOP_K)
-    tl.store(topk_weights_ptr + token * TOP_K + places, best_scores * scaling_factor, mask=places < TOP_K)
+        scores = tl.div_rn(scores, tl.sum(tl.where(chosen, scores, 0.0), axis=0) + 1e-20)
+    tl.store(topk_ids_ptr + token * TOP_K + rank, ids, mask=chosen)
+    tl.store(topk_weights_ptr + token * TOP_K + rank, scores * scaling_factor, mask=chosen)
+
+
+@triton.jit
+def _best_of_each(keys, experts, ROUNDS: tl.constexpr, SETS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Keys and indices ``[SETS * BLOCK_K]`` of the ``ROUNDS`` best experts of each set; the rest is below all experts.
+
+    A set is what one warp holds, and its largest 32-bit key, then the lowest index of that, are one instruction each.
+    """
+    places = tl.arange(0, BLOCK_K)[None, :]
+    best_keys = tl.zeros([SETS, BLOCK_K], tl.int32) + LOWEST
+    best_ids = best_keys
+    for place in tl.static_range(ROUNDS):
+        best = tl.max(keys, axis=1)[:, None]
+        index = tl.min(tl.where(keys == best, experts, 0x7FFFFFFF), axis=1)[:, None]
+        best_keys = tl.where(places == place, best, best_keys)
+        best_ids = tl.where(places == place, index, best_ids)
+        keys = tl.where(experts == index, LOWEST, keys)
+    return tl.reshape(best_keys, [SETS * BLOCK_K]), tl.reshape(best_ids, [SETS * BLOCK_K])
 
 
 @triton.jit
@@ -198,16 +224,16 @@ def _scores(logits_ptr, inside, logits_part, NUM_PARTS: tl.constexpr):
 @triton.jit
 def _in_best_groups(biased, experts, group, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK_G: tl.constexpr):
     """Whether each expert is in one of the ``KEPT`` groups whose two best experts have the largest sums."""
-    keys = _sort_key(biased, experts)
+    keys = _pack(_ordered(biased), experts)
     places = tl.arange(0, BLOCK_G)
     sums = tl.zeros([BLOCK_G], tl.float32)
     for place in tl.static_range(GROUPS):
         members = tl.where(group == place, keys, LOWEST_KEY)
-        best = tl.max(members, axis=0)
-        second = tl.max(tl.where(members == best, LOWEST_KEY, members), axis=0)  # no expert's, in a group of one
+        best = tl.max(members)
+        second = tl.max(tl.where(members == best, LOWEST_KEY, members))  # no expert's, in a group of one
         two = (keys == best) | (keys == second)
-        sums = tl.where(places == place, tl.sum(tl.where(two, biased, 0.0), axis=0), sums)
-    group_keys = tl.where(places < GROUPS, _sort_key(sums, places), LOWEST_KEY)
+        sums = tl.where(places == place, tl.sum(tl.where(two, biased, 0.0)), sums)
+    group_keys = tl.where(places < GROUPS, _pack(_ordered(sums), places), LOWEST_KEY)
     kept = group < 0
     for _ in tl.static_range(KEPT):
         best = tl.max(group_keys, axis=0)
@@ -217,11 +243,16 @@ def _in_best_groups(biased, experts, group, GROUPS: tl.constexpr, KEPT: tl.const
 
 
 @triton.jit
-def _sort_key(value, index):
-    """An int64 that orders like the fp32 value, NaN above all, and among equal values by the lower index."""
+def _ordered(value):
+    """An int32 that orders like the fp32 value, NaN above all; never ``LOWEST``, and one more is still an int32."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
-    bits = tl.where(value != value, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
-    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    return tl.where(value != value, 0x7FFFFFFE, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+
+
+@triton.jit
+def _pack(ordered, index):
+    """An int64 that orders like ``ordered``, and among equals by the lower index."""
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
 @triton.jit

@@ -37,7 +37,7 @@ def make_inputs(case: Case, device: torch.device | str) -> Inputs:
     is_padding = torch.tensor([b in case.padding for b in range(case.batch)], dtype=torch.bool, device=draw.device)
     pool = draw.pool(num_slots, case.taps - 1, case.channels, used=slots[~is_padding])
     x = draw.normal(case.batch, case.channels)
-    weight = draw.normal(case.channels, case.taps, dtype=torch.float32)
+    weight = draw.normal(case.taps, case.channels, dtype=torch.float32).T
     return Inputs((x, weight), {"conv_states": pool, "cache_indices": slots.masked_fill(is_padding, -1)})
 
 

@@ -16,7 +16,7 @@ from sglang_k3.kernels.triton_math import sigmoid
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK = 512
+_BLOCK = 1024
 
 
 def short_conv_decode(x: Tensor, weight: Tensor, *, conv_states: Tensor, cache_indices: Tensor) -> Tensor:
@@ -80,5 +80,5 @@ def _short_conv_decode(
     if W > 1:
         tl.store(state_ptr + (W - 2) * state_row, x.to(state_ptr.dtype.element_ty), mask=used)
     y += x.to(tl.float32) * tl.load(weight_ptr + (W - 1) * weight_col, mask=inside)
-    y *= sigmoid(y)
+    y *= sigmoid(y, y_ptr.dtype.element_ty)
     tl.store(y_ptr + sequence * num_channels + channels, tl.where(used, y, 0.0).to(y_ptr.dtype.element_ty), mask=inside)

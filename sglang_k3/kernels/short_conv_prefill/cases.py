@@ -61,7 +61,7 @@ def make_inputs(case: Case, device: torch.device | str) -> Inputs:
         "track_indices": targets if case.track else None,
     }
     x = draw.normal(sum(case.lens), case.channels)
-    return Inputs((x, draw.normal(case.channels, case.taps, dtype=torch.float32)), kwargs)
+    return Inputs((x, draw.normal(case.taps, case.channels, dtype=torch.float32).T), kwargs)
 
 
 def draw_track_lens(draw: Draw, lens: tuple[int, ...]) -> Tensor:

@@ -101,29 +101,35 @@ def _outputs(
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_channels = (channels < num_channels)[None, :]
+    x_ptr += tokens.to(tl.int64)[:, None] * x_row + channels[None, :] * x_col
+    # These wait for nothing; what turns out to be of another sequence is left out below.
+    inputs: tl.tuple = ()
+    for tap in tl.static_range(W):
+        back = W - 1 - tap
+        in_x = ((tokens >= back) & (tokens < num_tokens))[:, None] & in_channels
+        inputs += (tl.load(x_ptr - back * x_row, mask=in_x, other=0.0),)
     sequence = _sequence_of(tokens, cu_seqlens_ptr, num_seqs, num_halvings)
     in_sequence = (tokens < num_tokens) & (sequence < num_seqs)
     slot = tl.load(slot_ptr + sequence, mask=in_sequence, other=-1).to(tl.int64)
     used = slot >= 0
     depth = tokens - tl.load(cu_seqlens_ptr + sequence, mask=used, other=0).to(tl.int32)
-    continues = used & (tl.load(continues_ptr + sequence, mask=used, other=0) != 0)
-    x_ptr += tokens.to(tl.int64)[:, None] * x_row + channels[None, :] * x_col
+    continues = (used & (tl.load(continues_ptr + sequence, mask=used, other=0) != 0))[:, None]
+    depth = tl.where(used, depth, -1)[:, None]
     # Row i of the history stands W - 1 - i tokens before the start.
     state_ptr += slot[:, None] * state_slot + channels[None, :] * state_col
-    reaches_back = tl.max((continues & (depth < W - 1)).to(tl.int32)) > 0
+    at_a_start = tl.min(depth) < W - 1
     y = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     for tap in tl.static_range(W):
         back = W - 1 - tap
-        from_x = (used & (depth >= back))[:, None] & in_channels
-        value = tl.load(x_ptr - back * x_row, mask=from_x, other=0.0).to(tl.float32)
-        if reaches_back:
-            from_state = (continues & (depth < back))[:, None] & in_channels
-            row = (depth + tap).to(tl.int64)[:, None] * state_row
-            value += tl.load(state_ptr + row, mask=from_state, other=0.0).to(tl.float32)
+        value = inputs[tap].to(tl.float32)
+        if back > 0 and at_a_start:
+            from_state = continues & (depth < back) & in_channels
+            held = tl.load(state_ptr + (depth + tap).to(tl.int64) * state_row, mask=from_state, other=0.0)
+            value = tl.where(depth >= back, value, held.to(tl.float32))
         y += value * tl.load(weight_ptr + channels * weight_row + tap * weight_col, mask=channels < num_channels)
-    y *= sigmoid(y)
+    y *= sigmoid(y, y_ptr.dtype.element_ty)
     y_ptr += tokens.to(tl.int64)[:, None] * num_channels + channels[None, :]
-    y = tl.where(used[:, None], y, 0.0)
+    y = tl.where(depth >= 0, y, 0.0)
     tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=(tokens < num_tokens)[:, None] & in_channels)
 
 

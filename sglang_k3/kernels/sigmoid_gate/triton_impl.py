@@ -13,7 +13,7 @@ from sglang_k3.kernels.triton_math import sigmoid
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK = 512
+_BLOCK = 1024
 
 
 def sigmoid_gate(o: Tensor, gate: Tensor) -> Tensor:
@@ -34,5 +34,5 @@ def _sigmoid_gate(o_ptr, gate_ptr, out_ptr, width, o_row, o_col, gate_row, gate_
     inside = cols < width
     o = tl.load(o_ptr + row * o_row + cols * o_col, mask=inside).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_row + cols * gate_col, mask=inside)
-    rounded = sigmoid(gate.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    rounded = sigmoid(gate.to(tl.float32), gate.dtype).to(gate.dtype).to(tl.float32)
     tl.store(out_ptr + row * width + cols, (o * rounded).to(gate.dtype), mask=inside)

@@ -13,7 +13,7 @@ from sglang_k3.kernels.triton_math import sigmoid, tanh
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK = 512
+_BLOCK = 1024
 
 
 def situ_and_mul(gate_up: Tensor, *, beta: float, linear_beta: float | None) -> Tensor:
@@ -34,7 +34,13 @@ def _situ_and_mul(gate_up_ptr, out_ptr, width, beta, linear_beta, row_stride, co
     gate_ptr = gate_up_ptr + row * row_stride
     gate = tl.load(gate_ptr + cols * col_stride, mask=inside).to(tl.float32)
     up = tl.load(gate_ptr + (cols + width) * col_stride, mask=inside).to(tl.float32)
-    activated = beta * tanh(tl.div_rn(gate, beta)) * sigmoid(gate)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    activated = _cap(gate, beta, dtype) * sigmoid(gate, dtype)
     if linear_beta is not None:
-        up = linear_beta * tanh(tl.div_rn(up, linear_beta))
-    tl.store(out_ptr + row * width + cols, (activated * up).to(out_ptr.dtype.element_ty), mask=inside)
+        up = _cap(up, linear_beta, dtype)
+    tl.store(out_ptr + row * width + cols, (activated * up).to(dtype), mask=inside)
+
+
+@triton.jit
+def _cap(x, limit, dtype: tl.constexpr):
+    return limit * tanh(x * tl.div_rn(1.0, limit) if dtype != tl.float32 else tl.div_rn(x, limit), dtype)

@@ -48,7 +48,9 @@ class KimiDeltaAttention(nn.Module):
         self.g_proj = ColumnParallelLinear(hidden_size, kda.width, bias=False, **ranks)
         self.o_proj = RowParallelLinear(kda.width, hidden_size, bias=False, **ranks)
         # These stay fp32 whatever the run dtype: rounding them moves decay and state (fact sheet 7.2).
-        self.qkv_conv1d = _fp32(3 * width, kda.short_conv_kernel_size)
+        # Tap by tap in memory, so that the kernels read the weights of neighbouring channels together.
+        taps = torch.zeros(kda.short_conv_kernel_size, 3 * width, dtype=torch.float32)
+        self.qkv_conv1d = nn.Parameter(taps.T, requires_grad=False)
         self.A_log = _fp32(self.num_heads)
         self.dt_bias = _fp32(self.num_heads, kda.head_dim)
         self.o_norm = _fp32(kda.head_dim)
