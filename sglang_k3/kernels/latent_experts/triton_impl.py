@@ -4,10 +4,10 @@ The choices are dealt out by expert into blocks of at most M, then two grouped p
 rows) and a last kernel weights and adds the outputs of a token, in the order of its choices. Nothing waits for the
 host: the number of blocks has a bound from sizes alone, and programs beyond the last block end at once.
 
-The product is taken as ``weight x^T``: the matrix units accept their left operand from registers, so weights are decoded
-where they are used and only their 4 bits pass through shared memory. A word of a weight holds 8 columns. Activations are
-laid out as all first columns of the words, then all second ones and so on, so that nibble i of a tile of words meets one
-stretch of a row and nothing is interleaved.
+The product is taken as ``weight x^T``: the matrix units accept their left operand from registers, so weights are
+decoded where they are used and only their 4 bits pass through shared memory. A word of a weight holds 8 columns.
+Activations are laid out as all first columns of the words, then all second ones and so on, so that nibble i of a tile
+of words meets one stretch of a row and nothing is interleaved.
 
 Sizes that change from call to call (blocks, choices) are not specialised, so that each tile is compiled once.
 
@@ -35,8 +35,8 @@ GROUP_WORDS = tl.constexpr(4)  # 32 values share a scale
 
 # Two bf16 at a time. Two neighbouring words go in, and the pair of their nibbles i comes out for each i. A byte of each
 # word is put at the bottom of the two halves of a register; a product with two powers of two copies a nibble to where
-# its sign belongs and to where its magnitude does: the lowest bits of the exponent and the highest of the mantissa. That
-# is 2^-126 times the value, 0.5 (a subnormal) included. The factor makes it 2^-62 times the weight and the sum is
+# its sign belongs and to where its magnitude does: the lowest bits of the exponent and the highest of the mantissa.
+# That is 2^-126 times the value, 0.5 (a subnormal) included. The factor makes it 2^-62 times the weight and the sum is
 # multiplied by 2^62, so that one product serves all scales from 2^-63 to 2^63 exactly; beyond, weights fade to zero or
 # grow to infinity.
 DECODE_PTX = tl.constexpr(
@@ -164,7 +164,7 @@ def _tile(pairs_per_expert: float, *, packed: bool, dtype: torch.dtype) -> Tile:
     if pairs_per_expert <= 32:
         return Tile(32, 128, k, 4, 3)
     if pairs_per_expert <= 64:
-        return Tile(64, 128, k, 4, 3)
+        return Tile(64, 128, k, 8, 3)
     return Tile(128, 128, k, 8, 3)
 
 
@@ -312,17 +312,16 @@ def _expert_linear(
     else:
         scale_rows = scale + expert.to(tl.int64) * scale_strides[0] + rows[:, None].to(tl.int64) * scale_strides[1]
         W: tl.constexpr = K // 8
+        WHOLE: tl.constexpr = W % BLOCK_K == 0  # tiles fill the row, no column needs a check
         for start in range(0, W, BLOCK_K):
-            w = start + tl.arange(0, BLOCK_K)
-            words = tl.load(weight_rows + w[None, :] * weight_strides[2], mask=inside & (w[None, :] < W), other=0)
-            g = start // GROUP_WORDS + tl.arange(0, BLOCK_K // GROUP_WORDS)
-            codes = tl.load(
-                scale_rows + g[None, :] * scale_strides[2], mask=inside & (g[None, :] < W // GROUP_WORDS), other=0
-            )
-            nibbles = _decode(words, codes, DOT, PTX)
-            for i in tl.static_range(8):
-                a = tl.load(x_rows + (i * W + w[None, :]) * x_strides[1], mask=live & (w[None, :] < W), other=0.0)
-                total = tl.dot(nibbles[i], tl.trans(a), total, input_precision="ieee")
+            w = (start + tl.arange(0, BLOCK_K))[None, :]
+            words = tl.load(weight_rows + w * weight_strides[2], mask=inside & ((w < W) | WHOLE), other=0)
+            g = (tl.arange(0, BLOCK_K // GROUP_WORDS) + start // GROUP_WORDS)[None, :]
+            codes = tl.load(scale_rows + g * scale_strides[2], mask=inside & ((g < W // GROUP_WORDS) | WHOLE), other=0)
+            k = tl.arange(0, 8 * BLOCK_K)[None, :]
+            w = start + k % BLOCK_K
+            a = tl.load(x_rows + (k // BLOCK_K * W + w) * x_strides[1], mask=live & ((w < W) | WHOLE), other=0.0)
+            total = tl.dot(_decode(words, codes, DOT, PTX), tl.trans(a), total, input_precision="ieee")
         if PTX:
             total *= 4.611686018427388e18  # 2^62
     dtype = out.dtype.element_ty
@@ -350,7 +349,7 @@ def _decode(words, codes, DOT: tl.constexpr, PTX: tl.constexpr):
     """Each of the 8 nibbles of ``words [N, W]`` times its scale ``codes [N, W / 4]``; with PTX 2^-62 times that."""
     if PTX:
         factors = _spread((tl.minimum(codes.to(tl.int32), 191) + 64) * 0x00800080, words.shape)
-        return tl.inline_asm_elementwise(
+        values = tl.inline_asm_elementwise(
             DECODE_PTX,
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
             [words, factors],
@@ -358,12 +357,16 @@ def _decode(words, codes, DOT: tl.constexpr, PTX: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-    bits = tl.where(codes == 0, 1 << 22, tl.where(codes == 255, 0x7FC00000, codes.to(tl.int32) << 23))
-    factors = _spread(bits.to(tl.float32, bitcast=True), words.shape)
-    values = ()
-    for i in tl.static_range(8):
-        values = values + ((_e2m1(words >> (4 * i)) * factors).to(DOT),)
-    return values
+    else:
+        bits = tl.where(codes == 0, 1 << 22, tl.where(codes == 255, 0x7FC00000, codes.to(tl.int32) << 23))
+        factors = _spread(bits.to(tl.float32, bitcast=True), words.shape)
+        values = ()
+        for i in tl.static_range(8):
+            values = values + ((_e2m1(words >> (4 * i)) * factors).to(DOT),)
+    # A thread has its words' nibbles already: these are all names of registers.
+    even = tl.join(tl.join(values[0], values[4]), tl.join(values[2], values[6]))
+    odd = tl.join(tl.join(values[1], values[5]), tl.join(values[3], values[7]))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), [words.shape[0], 8 * words.shape[1]])
 
 
 @triton.jit
