@@ -90,7 +90,7 @@ def storage(tensor):
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def assert_agree(actual, expected, op, what):
+def assert_agree(actual, expected, op, case, what):
     """Both may be as far from the exact result as the test of the op allows, so twice as far from each other."""
     numerics = cases_of(op).TOLERANCE
     if not actual.is_floating_point():
@@ -99,15 +99,16 @@ def assert_agree(actual, expected, op, what):
         max_ulp = importlib.import_module(f"tests.kernels.test_{op}").MAX_ULP[actual.dtype]
         assert_ulp(actual, expected, max_ulp=2 * max_ulp, what=what)
     else:
-        assert_close(actual, expected, numerics, what)
+        inner = cases_of(op).inner_dtype(case) if hasattr(cases_of(op), "inner_dtype") else None
+        assert_close(actual, expected, numerics, what, inner=inner)
 
 
-def assert_same_memory(actual, expected, before, op, what):
+def assert_same_memory(actual, expected, before, op, case, what):
     """What the reference changed agrees in the class of the op; what it left alone is still there bit for bit."""
     actual, expected, before = storage(actual), storage(expected), storage(before)
     changed = (expected != before) & ~(expected.isnan() & before.isnan())
     assert_bitwise(actual[~changed], before[~changed], f"{what}, outside of what is written")
-    assert_agree(actual[changed], expected[changed], op, what)
+    assert_agree(actual[changed], expected[changed], op, case, what)
 
 
 @pytest.mark.parametrize(("op", "case"), cases_to_run())
@@ -118,10 +119,10 @@ def test_results_and_memory_are_those_of_the_reference(op, case, device):
     actual, expected = call(op, triton, ours), call(op, reference, theirs)
     assert len(actual) == len(expected)
     for n, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert_agree(a, e, op, f"result {n}")
+        assert_agree(a, e, op, case, f"result {n}")
     for name, value in before.items():
         if torch.is_tensor(value):
-            assert_same_memory(ours[name], theirs[name], value, op, name)
+            assert_same_memory(ours[name], theirs[name], value, op, case, name)
 
 
 @pytest.mark.gpu

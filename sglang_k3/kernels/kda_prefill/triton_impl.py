@@ -22,6 +22,7 @@ Legend: T tokens, B sequences, H heads, K key channels, V value channels, N chun
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,16 +34,15 @@ from sglang_k3.kernels.kda_step import L2_NORM_EPS
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Tokens, channels in _within_chunks, value channels in _over_chunks. There a warp group holds [BV, BK] of the state in
-# registers and multiplies from them: 64 rows are what its instructions want.
-C, BS, BV = 64, 64, 64
-FP32_TILE = 32  # all three for fp32 inputs, whose operands take twice the registers, and parts
+C, BS = 64, 64  # tokens, channels in _within_chunks
+FP32_TILE = 32  # both, and value channels in _over_chunks, for fp32 inputs: their operands are twice as wide and in parts
+FEW_HEADS = 64  # of all sequences; below, _over_chunks cannot fill half of a GPU with 128 value channels at a time
 WITHIN_WARPS = 4
 WITHIN_STAGES = 1
-OVER_WARPS = 4
-OVER_STAGES = 2
+OVER_STAGES = 3
 EPS = tl.constexpr(L2_NORM_EPS)
-FORGOTTEN = tl.constexpr(-200.0)  # a log decay whose exponential is 0 in fp32, so that lower ones are no lower
+LOG2_E = tl.constexpr(math.log2(math.e))
+FORGOTTEN = tl.constexpr(-200.0)  # a binary log decay that is 0 in fp32, so that lower ones are no lower
 
 
 def kda_prefill(
@@ -66,14 +66,25 @@ def kda_prefill(
         return o
     is_fp32 = torch.float32 in (q.dtype, k.dtype, v.dtype)
     dtype = torch.float32 if is_fp32 else torch.bfloat16
-    chunk, block, block_v = (min(size, FP32_TILE) if is_fp32 else size for size in (C, BS, BV))
+    chunk, block = (FP32_TILE, FP32_TILE) if is_fp32 else (C, BS)
     parts = 1 if track_lens is None else 2  # before and after the snapshot; each may end in a short chunk
     max_chunks = num_tokens // chunk + parts * num_seqs
     chunks = cu_seqlens.new_empty(max_chunks, 2, dtype=torch.int32)
     first_chunks = cu_seqlens.new_empty(num_seqs, dtype=torch.int32)
     sequences = (cu_seqlens, cache_indices, track_lens)
+    levels = chunk.bit_length() - 1
+    spans = q.new_empty(levels, chunk, chunk, dtype=dtype)
     _cut_chunks[(num_seqs + 1,)](
-        *sequences, chunks, first_chunks, num_seqs, max_chunks, C=chunk, BB=triton.next_power_of_2(num_seqs), BN=128
+        *sequences,
+        chunks,
+        first_chunks,
+        spans,
+        num_seqs,
+        max_chunks,
+        C=chunk,
+        LEVELS=levels,
+        BB=triton.next_power_of_2(num_seqs),
+        BN=128,
     )
 
     block_k = max(16, triton.next_power_of_2(key_dim))
@@ -94,16 +105,19 @@ def kda_prefill(
     _within_chunks[(max_chunks, num_heads)](
         *inputs,
         chunks,
+        spans,
         *within,
         *(x.stride() for x in inputs),
         scale,
         **sizes,
-        LEVELS=chunk.bit_length() - 1,
+        LEVELS=levels,
         BS=min(block, block_k),
         SOLVE_DTYPE=tl.float32 if is_fp32 else tl.float16,
         num_warps=WITHIN_WARPS,
         num_stages=WITHIN_STAGES,
     )
+    # A warp group multiplies 64 rows of the state from its registers: the instruction wants no fewer.
+    block_v = FP32_TILE if is_fp32 else 64 if value_dim <= 64 or num_heads * num_seqs < FEW_HEADS else 128
     _over_chunks[(triton.cdiv(value_dim, block_v), num_heads, num_seqs)](
         o,
         *within,
@@ -115,8 +129,8 @@ def kda_prefill(
         *(x.stride() for x in (o, ssm_states)),
         **sizes,
         BV=block_v,
-        num_warps=OVER_WARPS,
-        num_stages=OVER_STAGES,
+        num_warps=max(4, block_v // 16),
+        num_stages=OVER_STAGES if block_k <= 128 else 1,
     )
     return o
 
@@ -128,13 +142,15 @@ def _cut_chunks(
     track_lens,
     chunks,
     first_chunks,
+    spans,
     num_seqs,
     max_chunks,
     C: tl.constexpr,
+    LEVELS: tl.constexpr,
     BB: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Program b writes begin and length of each chunk of sequence b; one more program empties the rest of the list."""
+    """Program b writes begin and length of each chunk of sequence b; one more empties the rest and writes ``spans``."""
     i_b = tl.program_id(0)
     o_b, o_n = tl.arange(0, BB), tl.arange(0, BN)
     begin, depth, length = _extent(cu_seqlens, cache_indices, track_lens, o_b, o_b < num_seqs)
@@ -147,6 +163,8 @@ def _cut_chunks(
         tl.store(first_chunks + i_b, first)
     else:
         count = max_chunks - first
+        for level in range(LEVELS):
+            _write_span(spans, level, C)
     for n in range(0, count, BN):
         i_n = n + o_n
         is_before = i_n < before
@@ -169,6 +187,17 @@ def _extent(cu_seqlens, cache_indices, track_lens, i_b, mask):
 
 
 @triton.jit
+def _write_span(spans, level, C: tl.constexpr):
+    """Row i of ``[C, C]``: 1 at the tokens between i, itself in a second half, and the middle (see ``_interact``)."""
+    o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    half, is_second = _half(o_i, level)
+    first = tl.where(is_second, half, o_i + 1)
+    end = tl.where(is_second, o_i + 1, half + (1 << level))
+    b_span = tl.where((o_j >= first) & (o_j < end), 1.0, 0.0)
+    tl.store(spans + (level * C + o_i) * C + o_j, b_span.to(spans.dtype.element_ty))
+
+
+@triton.jit
 def _within_chunks(
     q,
     k,
@@ -176,6 +205,7 @@ def _within_chunks(
     g,
     beta,
     chunks,
+    spans,
     q_in,
     w,
     k_out,
@@ -218,7 +248,7 @@ def _within_chunks(
         b_q, b_k, b_g = _load_channels(p_q, p_k, p_g, q_strides, k_strides, g_strides, first, m_t, K, BS)
         b_q_square += tl.sum(b_q * b_q, axis=1)
         b_k_square += tl.sum(b_k * b_k, axis=1)
-        b_a, b_mix = _interact(b_a, b_mix, b_q, b_k, b_g, C, LEVELS, DTYPE)
+        b_a, b_mix = _interact(b_a, b_mix, b_q, b_k, b_g, spans, C, LEVELS, DTYPE)
     b_q_factor = scale / tl.sqrt(b_q_square + EPS)  # [C]
     b_k_factor = 1.0 / tl.sqrt(b_k_square + EPS)
     b_mix *= b_q_factor[:, None] * b_k_factor[None, :]
@@ -226,17 +256,18 @@ def _within_chunks(
     b_a *= (b_beta * b_k_factor)[:, None] * b_k_factor[None, :]
     b_solve = (_inverse(b_a, C, LEVELS, SOLVE_DTYPE) * b_beta[None, :]).to(DTYPE)
 
+    b_until = tl.where(o_c[:, None] >= o_c[None, :], 1.0, 0.0)
     for first in range(0, BK, BS):
         b_q, b_k, b_g = _load_channels(p_q, p_k, p_g, q_strides, k_strides, g_strides, first, m_t, K, BS)
-        b_decay = tl.exp(_sum_rows(o_c[:, None] >= o_c[None, :], b_g, DTYPE))
-        b_after = tl.exp(_sum_rows(o_c[:, None] < o_c[None, :], b_g, DTYPE))
+        b_decay = tl.exp2(_sum_rows(b_until, b_g, DTYPE))
+        b_after = tl.exp2(_sum_rows(1.0 - b_until, b_g, DTYPE))
         b_k *= b_k_factor[:, None]
         o_k = first + tl.arange(0, BS)
         o_tk = o_th * BK + o_k[None, :]
         tl.store(q_in + o_tk, (b_q * b_q_factor[:, None] * b_decay).to(DTYPE), mask=m_t[:, None])
         tl.store(k_out + o_tk, (b_k * b_after).to(DTYPE), mask=m_t[:, None])
         tl.store(w + o_tk, _dot(b_solve, b_k * b_decay, None, DTYPE).to(DTYPE), mask=m_t[:, None])
-        tl.store(decay + (i_n * H + i_h) * BK + o_k, tl.exp(tl.sum(b_g, axis=0)))
+        tl.store(decay + (i_n * H + i_h) * BK + o_k, tl.exp2(tl.sum(b_g, axis=0)))
     for first in range(0, V, BS):
         o_v = first + tl.arange(0, BS)
         m_tv = m_t[:, None] & (o_v < V)[None, :]
@@ -248,17 +279,17 @@ def _within_chunks(
 def _load_channels(
     p_q, p_k, p_g, q_strides, k_strides, g_strides, first, m_t, K: tl.constexpr, BS: tl.constexpr
 ):
-    """q, k and g ``[C, BS]`` of ``BS`` channels from ``first`` on, in fp32."""
+    """q, k and g ``[C, BS]`` of ``BS`` channels from ``first`` on, in fp32; g to the base of 2."""
     o_k = first + tl.arange(0, BS)
     m_tk = m_t[:, None] & (o_k < K)[None, :]
     b_q = tl.load(p_q + o_k[None, :] * q_strides[2], mask=m_tk, other=0.0).to(tl.float32)
     b_k = tl.load(p_k + o_k[None, :] * k_strides[2], mask=m_tk, other=0.0).to(tl.float32)
     b_g = tl.load(p_g + o_k[None, :] * g_strides[2], mask=m_tk, other=0.0)
-    return b_q, b_k, tl.maximum(b_g, FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
+    return b_q, b_k, tl.maximum(b_g * LOG2_E, FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _interact(b_a, b_mix, b_q, b_k, b_g, C: tl.constexpr, LEVELS: tl.constexpr, DTYPE: tl.constexpr):
+def _interact(b_a, b_mix, b_q, b_k, b_g, spans, C: tl.constexpr, LEVELS: tl.constexpr, DTYPE: tl.constexpr):
     """What some key channels give to A (without beta) and to M ``[C, C]``, added by halves of 2, 4, ..., C tokens.
 
     A token i of the second half meets a token j of the first one through the last token m of the first half:
@@ -268,13 +299,11 @@ def _interact(b_a, b_mix, b_q, b_k, b_g, C: tl.constexpr, LEVELS: tl.constexpr, 
     o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     b_mix += tl.where(o_i == o_j, tl.sum(b_q * b_k, axis=1)[:, None], 0.0)
     for level in range(LEVELS):
-        is_second = o_i >> level & 1 == 1
-        m_span = (o_i >> level == o_j >> level) & (is_second == (o_j <= o_i))
-        b_decay = tl.exp(_sum_rows(m_span, b_g, DTYPE))
+        b_decay = tl.exp2(_sum_rows(tl.load(spans + (level * C + o_i) * C + o_j), b_g, DTYPE))
         b_k_middle = (b_k * b_decay).to(DTYPE)
         m_cross = _crosses(level, C)
-        b_a += tl.where(m_cross, _dot(b_k_middle, tl.trans(b_k_middle), None, DTYPE), 0.0)
-        b_mix += tl.where(m_cross, _dot(b_q * b_decay, tl.trans(b_k_middle), None, DTYPE), 0.0)
+        b_a = tl.where(m_cross, b_a + _dot(b_k_middle, tl.trans(b_k_middle), None, DTYPE), b_a)
+        b_mix = tl.where(m_cross, b_mix + _dot(b_q * b_decay, tl.trans(b_k_middle), None, DTYPE), b_mix)
     return b_a, b_mix
 
 
@@ -295,10 +324,17 @@ def _inverse(b_a, C: tl.constexpr, LEVELS: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _half(o_c, level):
+    """First token of the half of 2^level tokens to which a token belongs, and whether that is the second half."""
+    return o_c >> level << level, o_c >> level & 1 == 1
+
+
+@triton.jit
 def _crosses(level, C: tl.constexpr):
     """Pairs ``[C, C]`` whose row is in the second and whose column in the first half of the same 2^(level+1) tokens."""
     o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return (o_i >> level == (o_j >> level) + 1) & (o_i >> level + 1 == o_j >> level + 1)
+    half, is_second = _half(o_i, level)
+    return (o_j >= tl.where(is_second, half - (1 << level), C)) & (o_j < half)
 
 
 @triton.jit
@@ -409,9 +445,9 @@ def _dot(b_x, b_y, acc, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _sum_rows(m_rows, b_x, DTYPE: tl.constexpr):
-    """Sums of the rows of ``x`` that ``m_rows [C, C]`` chooses, on tensor cores: 0 and 1 are exact, x is in two parts."""
-    b_rows = m_rows.to(tl.float32).to(DTYPE)
+def _sum_rows(b_rows, b_x, DTYPE: tl.constexpr):
+    """Sums of the rows of ``x`` that have a 1 in ``rows [C, C]``, on tensor cores: 0 and 1 are exact, x is in parts."""
+    b_rows = b_rows.to(DTYPE)
     b_x_high, b_x_low = _split(b_x, DTYPE)
     return tl.dot(b_rows, b_x_high, acc=tl.dot(b_rows, b_x_low, input_precision="tf32"), input_precision="tf32")
 
