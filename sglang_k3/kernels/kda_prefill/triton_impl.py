@@ -23,7 +23,7 @@ Legend: T tokens, B sequences, H heads, K key channels, V value channels, N chun
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 C, BS = 64, 64  # tokens, channels in _within_chunks
-FP32_TILE = 32  # both, and value channels in _over_chunks, for fp32 inputs: their operands are twice as wide and in parts
+FP32_TILE = (
+    32  # both, and value channels in _over_chunks, for fp32 inputs: their operands are twice as wide and in parts
+)
 FEW_HEADS = 64  # of all sequences; below, _over_chunks cannot fill half of a GPU with 128 value channels at a time
 WITHIN_WARPS = 4
 WITHIN_STAGES = 1
@@ -64,45 +66,20 @@ def kda_prefill(
     o = v.new_zeros(v.shape)
     if num_seqs == 0:
         return o
-    is_fp32 = torch.float32 in (q.dtype, k.dtype, v.dtype)
-    dtype = torch.float32 if is_fp32 else torch.bfloat16
-    chunk, block = (FP32_TILE, FP32_TILE) if is_fp32 else (C, BS)
-    parts = 1 if track_lens is None else 2  # before and after the snapshot; each may end in a short chunk
-    max_chunks = num_tokens // chunk + parts * num_seqs
-    chunks = cu_seqlens.new_empty(max_chunks, 2, dtype=torch.int32)
-    first_chunks = cu_seqlens.new_empty(num_seqs, dtype=torch.int32)
+    tile = _tile(q, k, v, num_seqs)
     sequences = (cu_seqlens, cache_indices, track_lens)
-    levels = chunk.bit_length() - 1
-    spans = q.new_empty(levels, chunk, chunk, dtype=dtype)
-    _cut_chunks[(num_seqs + 1,)](
-        *sequences,
-        chunks,
-        first_chunks,
-        spans,
-        num_seqs,
-        max_chunks,
-        C=chunk,
-        LEVELS=levels,
-        BB=triton.next_power_of_2(num_seqs),
-        BN=128,
-    )
+    chunks, first_chunks, spans = _cut(num_tokens, tile, *sequences)
 
     block_k = max(16, triton.next_power_of_2(key_dim))
-    rows = num_tokens, num_heads
-    q_in, w, k_out = (q.new_empty(*rows, block_k, dtype=dtype) for _ in range(3))
-    u, mix = (q.new_empty(*rows, width, dtype=dtype) for width in (value_dim, chunk))
-    decay = g.new_empty(max_chunks, num_heads, block_k)
+    q_in, w, k_out, u, mix = (
+        q.new_empty(num_tokens, num_heads, width, dtype=tile.dtype)
+        for width in (block_k, block_k, block_k, value_dim, tile.chunk)
+    )
+    decay = g.new_empty(chunks.shape[0], num_heads, block_k)
     within = (q_in, w, k_out, u, mix, decay)
-    sizes = {
-        "H": num_heads,
-        "K": key_dim,
-        "V": value_dim,
-        "C": chunk,
-        "BK": block_k,
-        "DTYPE": tl.float32 if is_fp32 else tl.bfloat16,
-    }
+    sizes = {"H": num_heads, "K": key_dim, "V": value_dim, "C": tile.chunk, "BK": block_k, "DTYPE": tile.dot_dtype}
     inputs = (q, k, v, g, beta)
-    _within_chunks[(max_chunks, num_heads)](
+    _within_chunks[(num_heads, chunks.shape[0])](
         *inputs,
         chunks,
         spans,
@@ -110,15 +87,13 @@ def kda_prefill(
         *(x.stride() for x in inputs),
         scale,
         **sizes,
-        LEVELS=levels,
-        BS=min(block, block_k),
-        SOLVE_DTYPE=tl.float32 if is_fp32 else tl.float16,
+        LEVELS=spans.shape[0],
+        BS=min(tile.block, block_k),
+        SOLVE_DTYPE=tile.solve_dtype,
         num_warps=WITHIN_WARPS,
         num_stages=WITHIN_STAGES,
     )
-    # A warp group multiplies 64 rows of the state from its registers: the instruction wants no fewer.
-    block_v = FP32_TILE if is_fp32 else 64 if value_dim <= 64 or num_heads * num_seqs < FEW_HEADS else 128
-    _over_chunks[(triton.cdiv(value_dim, block_v), num_heads, num_seqs)](
+    _over_chunks[(triton.cdiv(value_dim, tile.block_v), num_heads, num_seqs)](
         o,
         *within,
         ssm_states,
@@ -128,11 +103,57 @@ def kda_prefill(
         first_chunks,
         *(x.stride() for x in (o, ssm_states)),
         **sizes,
-        BV=block_v,
-        num_warps=max(4, block_v // 16),
+        BV=tile.block_v,
+        num_warps=max(4, tile.block_v // 16),
         num_stages=OVER_STAGES if block_k <= 128 else 1,
     )
     return o
+
+
+class Tile(NamedTuple):
+    """What is multiplied and stored between the launches, and by how many tokens and channels at a time."""
+
+    dtype: torch.dtype
+    dot_dtype: tl.dtype
+    solve_dtype: tl.dtype
+    chunk: int
+    block: int
+    block_v: int
+
+
+def _tile(q: Tensor, k: Tensor, v: Tensor, num_seqs: int) -> Tile:
+    if torch.float32 in (q.dtype, k.dtype, v.dtype):
+        return Tile(torch.float32, tl.float32, tl.float32, FP32_TILE, FP32_TILE, FP32_TILE)
+    # A warp group multiplies 64 rows of the state from its registers: the instruction wants no fewer.
+    block_v = 64 if v.shape[2] <= 64 or q.shape[1] * num_seqs < FEW_HEADS else 128
+    return Tile(torch.bfloat16, tl.bfloat16, tl.float16, C, BS, block_v)
+
+
+def _cut(
+    num_tokens: int, tile: Tile, cu_seqlens: Tensor, cache_indices: Tensor, track_lens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Begin and length of the chunks ``[N, 2]``, the first one of each sequence ``[B]``, and ``spans``."""
+    num_seqs, levels = cache_indices.shape[0], tile.chunk.bit_length() - 1
+    parts = 1 if track_lens is None else 2  # before and after the snapshot; each may end in a short chunk
+    max_chunks = num_tokens // tile.chunk + parts * num_seqs
+    chunks = cu_seqlens.new_empty(max_chunks, 2, dtype=torch.int32)
+    first_chunks = cu_seqlens.new_empty(num_seqs, dtype=torch.int32)
+    spans = cu_seqlens.new_empty(levels, tile.chunk, tile.chunk, dtype=tile.dtype)
+    _cut_chunks[(num_seqs + 1,)](
+        cu_seqlens,
+        cache_indices,
+        track_lens,
+        chunks,
+        first_chunks,
+        spans,
+        num_seqs,
+        max_chunks,
+        C=tile.chunk,
+        LEVELS=levels,
+        BB=triton.next_power_of_2(num_seqs),
+        BN=128,
+    )
+    return chunks, first_chunks, spans
 
 
 @triton.jit(do_not_specialize=["num_seqs", "max_chunks"])
@@ -229,7 +250,7 @@ def _within_chunks(
     SOLVE_DTYPE: tl.constexpr,
 ):
     """What a chunk of one head needs beside the state: ``q_in`` is q exp(G), ``k_out`` k exp(G_C - G), ``mix`` is M."""
-    i_n, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_h, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     begin, length = tl.load(chunks + 2 * i_n).to(tl.int64), tl.load(chunks + 2 * i_n + 1)
     if length == 0:
         return
@@ -276,9 +297,7 @@ def _within_chunks(
 
 
 @triton.jit
-def _load_channels(
-    p_q, p_k, p_g, q_strides, k_strides, g_strides, first, m_t, K: tl.constexpr, BS: tl.constexpr
-):
+def _load_channels(p_q, p_k, p_g, q_strides, k_strides, g_strides, first, m_t, K: tl.constexpr, BS: tl.constexpr):
     """q, k and g ``[C, BS]`` of ``BS`` channels from ``first`` on, in fp32; g to the base of 2."""
     o_k = first + tl.arange(0, BS)
     m_tk = m_t[:, None] & (o_k < K)[None, :]
@@ -435,7 +454,7 @@ def _dot(b_x, b_y, acc, DTYPE: tl.constexpr):
 
     Tensor cores read the upper 19 bits of fp32, so there each operand comes in two parts, in three passes.
     """
-    if DTYPE != tl.float32:
+    if not DTYPE.is_fp32():
         return tl.dot(b_x.to(DTYPE), b_y.to(DTYPE), acc=acc)
     b_x_high, b_x_low = _split(b_x, DTYPE)
     b_y_high, b_y_low = _split(b_y, DTYPE)
@@ -455,7 +474,7 @@ def _sum_rows(b_rows, b_x, DTYPE: tl.constexpr):
 @triton.jit
 def _split(b_x, DTYPE: tl.constexpr):
     """``x`` of fp32 as one number that tensor cores read whole, tf32 or of a narrower ``DTYPE``, and the rest."""
-    if DTYPE == tl.float32:
+    if DTYPE.is_fp32():
         b_high = (b_x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     else:
         b_high = b_x.to(DTYPE)
