@@ -5,7 +5,7 @@ import torch
 
 from sglang_k3.kernels.kda_decode import kda_decode
 from sglang_k3.kernels.kda_prefill import kda_prefill
-from sglang_k3.kernels.kda_prefill.cases import CASES, TOLERANCE, make_inputs
+from sglang_k3.kernels.kda_prefill.cases import CASES, TOLERANCE, inner_dtype, make_inputs
 from tests.kit.compare import assert_bitwise
 from tests.kit.kda_oracle import Head, chunked, prepared, recurrence
 from tests.kit.ops import call_on_copy, clone_pool, fp64, over_cases
@@ -36,7 +36,8 @@ def test_equals_the_recurrence_in_fp64(case, device):
                 states[int(inputs.kwargs["track_indices"][b]), h] = visited[int(inputs.kwargs["track_lens"][b])].T
     assert_close(o, expected.to(case.dtype), TOLERANCE, "output")
     for (slot, h), state_vk in states.items():
-        assert_close(after[slot, h], state_vk.to(case.state_dtype), TOLERANCE, f"state in slot {slot}, head {h}")
+        what = f"state in slot {slot}, head {h}"
+        assert_close(after[slot, h], state_vk.to(case.state_dtype), TOLERANCE, what, inner=inner_dtype(case))
     others = [slot for slot in range(pool.shape[0]) if (slot, 0) not in states]
     assert_bitwise(after[others], pool[others], "slots that nobody named")
 

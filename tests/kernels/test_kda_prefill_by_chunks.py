@@ -14,7 +14,7 @@ import torch
 from sglang_k3.env import triton_interprets
 from sglang_k3.kernels import kda_prefill
 from sglang_k3.kernels.case_kit import cu_seqlens
-from tests.kit.compare import assert_bitwise
+from tests.kit.compare import assert_bitwise, assert_ratio
 from tests.kit.kda_oracle import Head, prepared, recurrence
 from tests.kit.ops import clone_pool, fp64
 from tests.kit.tolerance import assert_close
@@ -26,14 +26,17 @@ SCALE = KEY_DIM**-0.5
 runs_triton = (lambda test: test) if triton_interprets() else pytest.mark.gpu
 
 
+in_both_ways = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # other tiles, other products
+
+
 def on_gpu_or(sample, every):
     return sample if triton_interprets() else every
 
 
-def tokens_of(length, device, *, g=None):
+def tokens_of(length, device, *, g=None, dtype=torch.float32):
     """q, k, v, g, beta of ``length`` tokens; g is drawn from its range or given as a function of its shape."""
-    q, k = (torch.randn(length, HEADS, KEY_DIM) for _ in range(2))
-    v, beta = torch.randn(length, HEADS, VALUE_DIM), torch.rand(length, HEADS)
+    q, k = (torch.randn(length, HEADS, KEY_DIM).to(dtype) for _ in range(2))
+    v, beta = torch.randn(length, HEADS, VALUE_DIM).to(dtype), torch.rand(length, HEADS)
     g = -5 * torch.randn(length, HEADS, KEY_DIM).sigmoid() if g is None else g(length, HEADS, KEY_DIM)
     return [x.to(device) for x in (q, k, v, g, beta)]
 
@@ -71,29 +74,39 @@ def oracle(tokens, starts_vk):
     return torch.stack([outputs for outputs, _ in heads], dim=1), states
 
 
+def assert_near(actual, expected, dtype, what):
+    """With 16-bit inputs only near: the recurrences here are small or ill-conditioned, which multiplies roundings."""
+    if dtype == torch.float32:
+        assert_close(actual.cpu(), expected.float(), "ratio", what)
+    else:
+        assert_ratio(actual.cpu().double(), expected, rms_ratio=5e-2, cosine_deficit=1e-3, what=what)
+
+
 @runs_triton
+@in_both_ways
 @pytest.mark.parametrize("length", on_gpu_or([1, 17, 32, 65], range(1, 201)))
-def test_any_length_gives_the_recurrence(length, device):
-    tokens, pool = tokens_of(length, device), pool_of(3, device, used=[1])
+def test_any_length_gives_the_recurrence(length, dtype, device):
+    tokens, pool = tokens_of(length, device, dtype=dtype), pool_of(3, device, used=[1])
     outputs, states = oracle(tokens, pool[1])
     o = prefill(tokens, pool, [length], [1], starts=[True])
-    assert_close(o.cpu(), outputs.float(), "ratio", "output")
-    assert_close(pool[1].cpu(), states[-1].float(), "ratio", "last state")
+    assert_near(o, outputs, dtype, "output")
+    assert_near(pool[1], states[-1], dtype, "last state")
     assert pool[0].isnan().all() and pool[2].isnan().all()
 
 
 @runs_triton
+@in_both_ways
 @pytest.mark.parametrize("starts", on_gpu_or([True], [False, True]))
 @pytest.mark.parametrize("length", on_gpu_or([33], [1, 32, 33, 64, 65, 100]))
-def test_a_snapshot_at_any_depth_is_the_state_after_exactly_that_many_tokens(length, starts, device):
-    tokens, pool = tokens_of(length, device), pool_of(3, device, used=[1] if starts else [])
+def test_a_snapshot_at_any_depth_is_the_state_after_exactly_that_many_tokens(length, starts, dtype, device):
+    tokens, pool = tokens_of(length, device, dtype=dtype), pool_of(3, device, used=[1] if starts else [])
     outputs, states = oracle(tokens, pool[1] if starts else torch.zeros_like(pool[1]))
     for depth in on_gpu_or([0, 1, 32, 33], range(length + 1)):
         after = clone_pool(pool)
         o = prefill(tokens, after, [length], [1], starts=[starts], track_lens=[depth], track_slots=[2])
-        assert_close(after[2].cpu(), states[depth].float(), "ratio", f"state after {depth} tokens")
-        assert_close(after[1].cpu(), states[-1].float(), "ratio", f"last state beside a snapshot at {depth}")
-        assert_close(o.cpu(), outputs.float(), "ratio", f"output beside a snapshot at {depth}")
+        assert_near(after[2], states[depth], dtype, f"state after {depth} tokens")
+        assert_near(after[1], states[-1], dtype, f"last state, snapshot at {depth}")
+        assert_near(o, outputs, dtype, f"output beside a snapshot at {depth}")
 
 
 @runs_triton
@@ -138,18 +151,19 @@ DECAYS = {
 
 
 @runs_triton
+@in_both_ways
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("same_token", [False, True])
-def test_no_decay_overflows_or_loses_what_it_should_keep(decay, same_token, device):
+def test_no_decay_overflows_or_loses_what_it_should_keep(decay, same_token, dtype, device):
     """With the same key at every token, fully written, (I + A)^-1 is at its worst."""
-    tokens, pool = tokens_of(40, device, g=DECAYS[decay]), pool_of(3, device, used=[1])
+    tokens, pool = tokens_of(40, device, g=DECAYS[decay], dtype=dtype), pool_of(3, device, used=[1])
     if same_token:
         tokens[1][:] = tokens[1][:1].clone()
         tokens[4].fill_(0.999)
     outputs, states = oracle(tokens, pool[1])
     o = prefill(tokens, pool, [40], [1], starts=[True])
-    assert_close(o.cpu(), outputs.float(), "ratio", "output")
-    assert_close(pool[1].cpu(), states[-1].float(), "ratio", "last state")
+    assert_near(o, outputs, dtype, "output")
+    assert_near(pool[1], states[-1], dtype, "last state")
 
 
 @runs_triton

@@ -99,7 +99,8 @@ def assert_agree(actual, expected, op, case, what):
         max_ulp = importlib.import_module(f"tests.kernels.test_{op}").MAX_ULP[actual.dtype]
         assert_ulp(actual, expected, max_ulp=2 * max_ulp, what=what)
     else:
-        assert_close(actual, expected, numerics, what)
+        inner = cases_of(op).inner_dtype(case) if hasattr(cases_of(op), "inner_dtype") else None
+        assert_close(actual, expected, numerics, what, inner=inner)
 
 
 def assert_same_memory(actual, expected, before, op, case, what):

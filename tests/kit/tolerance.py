@@ -25,14 +25,22 @@ RATIO = {
 ROUNDED = Ratio(rms_ratio=2e-3, cosine_deficit=1e-5)
 
 
-def assert_close(actual: Tensor, expected: Tensor, numerics: str, what: str = "tensors") -> None:
-    """Compare two results of one op in its declared class: ``bitwise``, ``ulp``, ``ratio`` or ``rounded``."""
+def assert_close(
+    actual: Tensor, expected: Tensor, numerics: str, what: str = "tensors", *, inner: torch.dtype | None = None
+) -> None:
+    """Compare two results of one op in its declared class: ``bitwise``, ``ulp``, ``ratio`` or ``rounded``.
+
+    ``inner`` is the dtype to which a ``ratio`` op may round on the way, where that is narrower than the result.
+    """
     if numerics == "bitwise":
         assert_bitwise(actual, expected, what)
     elif numerics == "ulp":
         assert_ulp(actual, expected, max_ulp=MAX_ULP[actual.dtype], what=what)
-    elif numerics in ("ratio", "rounded"):
-        limits = RATIO[actual.dtype] if numerics == "ratio" else ROUNDED
+    elif numerics == "ratio":
+        limits = max((RATIO[dtype] for dtype in (actual.dtype, inner or actual.dtype)), key=lambda r: r.rms_ratio)
+        assert_ratio(actual, expected, rms_ratio=limits.rms_ratio, cosine_deficit=limits.cosine_deficit, what=what)
+    elif numerics == "rounded":
+        limits = ROUNDED
         assert_ratio(actual, expected, rms_ratio=limits.rms_ratio, cosine_deficit=limits.cosine_deficit, what=what)
     else:
         raise ValueError(f"numerics={numerics!r} must be bitwise, ulp, ratio or rounded")
