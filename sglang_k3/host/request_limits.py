@@ -113,11 +113,11 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
 
 
 def _check_sampling(params: Any, vocab_size: int) -> None:
-    """Parameters that are null mean the host's own defaults."""
+    """Parameters that are null mean the host's own defaults; of ``n`` it has none, as it multiplies before that."""
     given, checked = _convert("sampling_params", params, SamplingParams)
+    _check_int("n", params.get("n", 1), 1, MAX_CHOICES)
     _check_ids("stop_token_ids", given.get("stop_token_ids", []), vocab_size)
     for name, low, high in (
-        ("n", 1, MAX_CHOICES),
         ("max_new_tokens", 0, MAX_INT32),
         ("min_new_tokens", 0, MAX_INT32),
         ("top_k", -1, MAX_INT32),

@@ -145,6 +145,7 @@ GENERATE = {
     "length as a float": (body(params={"max_new_tokens": 3.0}), "max_new_tokens"),
     "more at least than at most": (body(params={"min_new_tokens": 4}), "min_new_tokens"),
     "no choices": (body(params={"n": 0}), "n=0"),
+    "null choices": (body(params={"n": None}), "n=None"),
     "choices beyond number": (body(params={"n": 2**31}), "n=2147483648"),
     "hot beyond float32": (body(params={"temperature": 1e39}), "temperature"),
     "temperature that is not a number": (body(params={"temperature": NAN}), "temperature"),

@@ -83,6 +83,7 @@ def test_a_request_is_refused_with_what_is_wrong(fields: dict[str, Any], says: s
         ({"max_new_tokens": 2**31}, "max_new_tokens=2147483648"),
         ({"min_new_tokens": 2**70}, "min_new_tokens="),
         ({"n": 0}, "n=0"),
+        ({"n": None}, "n=None"),
         ({"n": MAX_CHOICES + 1}, "n=1025"),
         ({"top_k": 2**31}, "top_k=2147483648"),
         ({"sampling_seed": -1}, "sampling_seed=-1"),
@@ -210,11 +211,11 @@ def test_what_can_be_served_passes(fields: dict[str, Any]) -> None:
 
 
 def test_every_default_of_the_host_passes() -> None:
-    """As the host spells its defaults, and as nulls."""
+    """As the host spells its defaults, and as nulls, which ``n`` alone must not be."""
     defaults = SamplingParams()
     names = [name for name in SamplingParams.__struct_fields__ if name not in INTERNAL]
     check_sampling(**{name: getattr(defaults, name) for name in names})
-    check_sampling(**dict.fromkeys(names))
+    check_sampling(**dict.fromkeys(names) | {"n": 1})
 
 
 def test_a_message_is_short_and_ascii_whatever_was_sent() -> None:
