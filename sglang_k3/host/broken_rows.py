@@ -3,12 +3,16 @@
 NaN of an overflow, or a grammar that allows no token: to draw from such a row ends the process, or returns token 0 as
 if it were an answer. Here the row is made harmless, a mark takes the place of its token, and the request is aborted
 when the mark arrives on the host, which is one step later under overlap scheduling.
+
+By then the prefix cache has all chunks of the prompt but the last, and NaN in one of them is in every state that comes
+after it. So the cache gives up what it has of the request: were the NaN of the moment only, it would stay there.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -16,6 +20,7 @@ import torch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -61,3 +66,20 @@ def abort_if_marked(req: Req) -> None:
     req.to_finish = FINISH_ABORT(message, status, status.phrase)
     req.grammar = None  # it would be asked to accept the mark
     req.skip_radix_cache_insert = True
+
+
+def drop_broken_states(tree: UnifiedRadixCache, req: Req) -> None:
+    """Take the prefix of a request that was aborted for NaN out of the cache, up to where another request needs it.
+
+    If that one has NaN from it too, it ends here as well.
+
+    Args:
+        req: its own slots and locks are given back by now.
+    """
+    if getattr(req.finished_reason, "message", None) != _REASONS[NOT_FINITE][1]:
+        return
+    node = req.last_node
+    while node in tree.evictable_device_leaves:
+        parent = node.parent
+        tree._evict_device_leaf(node, Counter())
+        node = parent

@@ -16,12 +16,14 @@ from typing import Any, TypeVar
 
 import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import MAX_LEN, SamplingParams, get_max_seq_length, sre_parse
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 MAX_CHOICES = 1024  # of one prompt
 MAX_STOPS = 1024  # each is looked for after every token
+MAX_STOP_PATTERNS = 32  # likewise; Python keeps 512 patterns compiled, for all requests together
+MAX_PATTERN_STEPS = 1000  # of a search at one place of the text, in the worst case; also the most characters
 MAX_DEPTH = 128  # of a schema: what xgrammar takes to compile it grows with the third power
 MAX_INT32 = 2**31 - 1
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
@@ -42,7 +44,7 @@ _NOT_SERVED = {
     "http_worker_ipc": _OF_THE_HOST,
 }
 # Fields of the host's sampling parameters that it fills in itself.
-_INTERNAL = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
+INTERNAL = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
 
 
 def check_request(request: GenerateReqInput, vocab_size: int) -> None:
@@ -51,6 +53,7 @@ def check_request(request: GenerateReqInput, vocab_size: int) -> None:
     How long prompt and answer may be is left to the host, which may be told to truncate.
 
     Args:
+        request: as it was sent, before the host normalizes it.
         vocab_size: rows of the embedding.
     Raises:
         ValueError: names the field, its value, the limit and the remedy; the host answers 400.
@@ -110,11 +113,11 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
 
 
 def _check_sampling(params: Any, vocab_size: int) -> None:
-    """Parameters that are null mean the host's own defaults."""
+    """Parameters that are null mean the host's own defaults; of ``n`` it has none, as it multiplies before that."""
     given, checked = _convert("sampling_params", params, SamplingParams)
+    _check_int("n", params.get("n", 1), 1, MAX_CHOICES)
     _check_ids("stop_token_ids", given.get("stop_token_ids", []), vocab_size)
     for name, low, high in (
-        ("n", 1, MAX_CHOICES),
         ("max_new_tokens", 0, MAX_INT32),
         ("min_new_tokens", 0, MAX_INT32),
         ("top_k", -1, MAX_INT32),
@@ -137,7 +140,7 @@ def _convert(name: str, value: Any, to: type[Struct]) -> tuple[dict[str, Any], S
     """``value`` without what is null, and made a ``to``, whose annotations are the host's own types."""
     _require(isinstance(value, Mapping), name, value, "an object")
     given = {key: entry for key, entry in value.items() if entry is not None}
-    known = [key for key in to.__struct_fields__ if key not in _INTERNAL]
+    known = [key for key in to.__struct_fields__ if key not in INTERNAL]
     for key in given:
         _require(key in known, name, key, f"made of {', '.join(known)}")
     try:
@@ -154,11 +157,64 @@ def _check_stops(params: SamplingParams) -> None:
         _require(len(stops) <= MAX_STOPS, name, f"{len(stops)} strings", f"at most {MAX_STOPS}")
         for stop in stops:
             _require(stop != "", name, stop, "text; an empty string would match at once")
-    for pattern in [params.stop_regex] if isinstance(params.stop_regex, str) else params.stop_regex or []:
+    _check_patterns([params.stop_regex] if isinstance(params.stop_regex, str) else params.stop_regex or [])
+
+
+def _check_patterns(patterns: list[str]) -> None:
+    """The scheduler searches with each after every token, and no request goes on before it is done."""
+    number = f"{len(patterns)} strings"
+    _require(len(patterns) <= MAX_STOP_PATTERNS, "stop_regex", number, f"at most {MAX_STOP_PATTERNS}")
+    for pattern in patterns:
+        _require(len(pattern) <= MAX_PATTERN_STEPS, "stop_regex", pattern, f"at most {MAX_PATTERN_STEPS} long")
         try:
-            re.compile(pattern)
+            length = get_max_seq_length(pattern)
+            steps, _ = _search_cost(sre_parse.parse(pattern)) if length < MAX_LEN else (0, 0)
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"stop_regex={_shown(pattern)} is no regular expression: {error}.") from None
+        # Where the host cannot tell how long a match may be, it decodes and searches the whole answer for every token.
+        bounded = "of bounded length: write * and + as {0,50} and {1,50}, [^x] as [^x\\0], and leave out look-around"
+        _require(length < MAX_LEN, "stop_regex", pattern, f"{bounded} and references")
+        simple = f"tried in {MAX_PATTERN_STEPS} steps at any place of the text; lower its repeats, or nest none"
+        _require(steps <= MAX_PATTERN_STEPS, "stop_regex", pattern, simple)
+
+
+def _search_cost(pattern: Any) -> tuple[int, int]:
+    """How many steps the backtracking of ``re`` may take at one place of a text, and in how many ways it may match.
+
+    Args:
+        pattern: parsed, and of bounded length, so that it is made of characters, classes, groups, branches and repeats.
+    Returns:
+        Steps and ways, upper bounds as long as neither is over ``MAX_PATTERN_STEPS``, where counting ends.
+    """
+    steps, ways = 0, 1
+    for token, value in pattern:
+        if token in (sre_parse.MAX_REPEAT, sre_parse.MIN_REPEAT):
+            part = _repeat_cost(*value)
+        elif token is sre_parse.SUBPATTERN:
+            part = _search_cost(value[-1])
+        elif token is sre_parse.BRANCH:
+            costs = [_search_cost(branch) for branch in value[1]]
+            part = 1 + sum(cost[0] for cost in costs), sum(cost[1] for cost in costs)
+        elif token is sre_parse.IN:  # a step, and the time to compile what ranges it has: 15 ms for all of Unicode
+            ranges = [bounds for kind, bounds in value if kind is sre_parse.RANGE]
+            part = 1 + sum(last - first for first, last in ranges) // 1000, 1
+        else:
+            part = 1, 1
+        steps, ways = (min(n, MAX_PATTERN_STEPS + 1) for n in (steps + ways * part[0], ways * part[1]))
+    return steps, ways
+
+
+def _repeat_cost(low: int, high: int, pattern: Any) -> tuple[int, int]:
+    """Of each way so far, one more repeat may be tried; from ``low`` on, each is a way to match."""
+    part_steps, part_ways = _search_cost(pattern)
+    steps, ways, ways_so_far = 0, 0, 1
+    for count in range(high + 1):
+        ways += ways_so_far if count >= low else 0
+        steps += ways_so_far * (part_steps + 1)
+        ways_so_far *= part_ways
+        if steps > MAX_PATTERN_STEPS:
+            break
+    return steps, ways
 
 
 def _check_grammars(params: SamplingParams) -> None:

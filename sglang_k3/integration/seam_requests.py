@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.managers.io_struct import GenerateReqInput
 
 
 def install_main() -> None:
@@ -22,6 +24,9 @@ def install_scheduler() -> None:
     HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", _sample, HookType.AROUND)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler._relay_forward_payload", _relay, HookType.AROUND)
     HookRegistry.register("sglang.srt.managers.schedule_batch.Req.update_finish_state", _finish, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_finished_req", _release, HookType.AROUND
+    )
     from sglang_k3.host.penalties import apply_scaling_penalties
 
     penalties = "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties"
@@ -38,7 +43,7 @@ def _check(original: Callable[..., Any], manager: Any, request: Any, *args: Any,
     if getattr(manager.server_args, "is_k3", False) and isinstance(request, GenerateReqInput):
         try:
             check_request(request, manager.model_config.vocab_size)
-            _refuse_running_ids(request.rid, manager.rid_to_state)
+            _refuse_running_ids(request, manager.rid_to_state)
         except ValueError:
             # What the host does after a stream asks for both; the id is new, as it aborts whatever has it.
             request.is_single, request.rid = True, uuid.uuid4().hex
@@ -46,9 +51,14 @@ def _check(original: Callable[..., Any], manager: Any, request: Any, *args: Any,
     return original(manager, request, *args, **kwargs)
 
 
-def _refuse_running_ids(rid: str | list[str] | None, running: Mapping[str, Any]) -> None:
-    """Or the host, when it cleans up after the second request of an id, would abort the first."""
-    for name in rid if isinstance(rid, list) else [rid]:
+def _refuse_running_ids(request: GenerateReqInput, running: Mapping[str, Any]) -> None:
+    """Or the host, when it cleans up after the second request of an id, would abort the first.
+
+    The host makes one id into several, for prompts in a list and for ``n``: a copy is normalized to have them all.
+    """
+    expanded = copy.copy(request)
+    expanded.normalize_batch_and_arguments()
+    for name in expanded.rid if isinstance(expanded.rid, list) else [expanded.rid]:
         if name in running:
             raise ValueError(f"rid={name!a} is the id of a request that is still running: choose another, or none.")
 
@@ -77,3 +87,10 @@ def _finish(original: Callable[..., None], req: Any, *args: Any, **kwargs: Any) 
 
     abort_if_marked(req)
     original(req, *args, **kwargs)
+
+
+def _release(original: Callable[..., None], tree: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang_k3.host.broken_rows import drop_broken_states
+
+    original(tree, req, *args, **kwargs)
+    drop_broken_states(tree, req)

@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_k3.host.broken_rows import NONE_ALLOWED, NOT_FINITE, abort_if_marked, disarm
-from sglang_k3.integration.seam_requests import _finish, _relay, _sample
+from sglang_k3.integration.seam_requests import _finish, _relay, _release, _sample
 
 pytestmark = pytest.mark.sglang
 NAN, INFINITY = float("nan"), float("inf")
@@ -84,3 +84,33 @@ def test_another_request_is_left_alone() -> None:
         before = list(req.output_ids)
         abort_if_marked(req)
         assert list(req.output_ids) == before and req.to_finish is None and not req.skip_radix_cache_insert
+
+
+class Tree:
+    """A path of nodes that are numbered from the root, 0; those up to ``held`` have another user."""
+
+    def __init__(self, length: int, held: int) -> None:
+        self.nodes = [SimpleNamespace(parent=None)]
+        for _ in range(length):
+            self.nodes.append(SimpleNamespace(parent=self.nodes[-1]))
+        self.held = held
+
+    @property
+    def evictable_device_leaves(self) -> list[Any]:
+        return self.nodes[-1:] if len(self.nodes) > self.held + 1 else []
+
+    def _evict_device_leaf(self, node: Any, freed: dict[str, int]) -> None:
+        assert node is self.nodes.pop()
+        freed["full"] += 1
+
+
+@pytest.mark.parametrize(("mark", "left"), [(0, 5), (NONE_ALLOWED, 5), (NOT_FINITE, 2)])
+def test_the_cache_gives_up_what_it_has_of_a_request_with_nan(mark: int, left: int) -> None:
+    tree = Tree(5, held=2)
+    req = request(5, mark, max_new_tokens=2)
+    req.last_node = tree.nodes[-1]
+    _finish(Req.update_finish_state, req)
+    assert req.finished()
+    released = []
+    _release(lambda tree, req, is_insert: released.append(len(tree.nodes)), tree, req, is_insert=False)
+    assert released == [6] and len(tree.nodes) == left + 1
