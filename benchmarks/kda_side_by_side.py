@@ -2,7 +2,7 @@
 
     python benchmarks/kda_side_by_side.py                         # one GPU, SGLang installed; a few minutes
     python benchmarks/kda_side_by_side.py --heads 12 --size prefill
-    python benchmarks/kda_side_by_side.py --size prefill --set kda_prefill.BS=32 kda_prefill.OVER_STAGES=2  # not saved
+    python benchmarks/kda_side_by_side.py --size prefill --set kda_prefill.C=64 kda_prefill.OVER_WARPS=8   # not saved
 
 96 heads are a whole layer of K3, 12 what a rank of eight holds. The host gets the log decay ready made, as we do. Its
 prefill takes no snapshot; ours takes one per sequence where the name says ``tracked``. Timed as in ``kernels.py``,

@@ -3,9 +3,8 @@
 The recurrence is that of ``kda_step``. q and k come as the convolution left them and are L2-normalised here.
 
 Numerics: RATIO; fp32 inside, the output is rounded once. The state stays fp32 over the whole extend and is rounded to
-the dtype of the pool where it is stored. Where none of q, k and v is fp32, a kernel may multiply in bf16, also for fp16
-inputs: then a state of fp32, too, is held to the tolerance of bf16, 5e-3 of its RMS. Random tokens of K3's sizes give
-about 3e-3 in state and output; keys that repeat while nothing is forgotten give more.
+the dtype of the pool where it is stored. Where none of q, k and v is fp32, a kernel may multiply with the precision of
+bf16: then a state of fp32, too, is held to the tolerance of bf16, 5e-3 of its RMS.
 
 On a CPU, with an fp32 pool, the reference gives the bits of ``kda_decode`` token by token (I6). Lengths and indices are
 device tensors: a kernel can be captured in a CUDA graph, the reference reads them on the host and cannot.
