@@ -5,7 +5,7 @@ are too small for what is admitted, so that running requests are retracted and b
 answer is the reference's, an aborted one begins like it, and in the end every slot is back.
 
     sequences = ensure_continuations(folder, SequenceSet(), cache)
-    with ServerProcess(sglang_command(str(folder), *SMALL_POOLS), log_path=log) as server:
+    with ServerProcess(sglang_command(str(folder), *SMALL_POOLS), log_path=log, env=os.environ | EAGER) as server:
         report = soak(server, log, plan(sequences, 1000, seed=0), concurrency=24)
         assert not report.faults
 """
@@ -29,12 +29,14 @@ from tqdm import tqdm
 from sglang_k3.testing.client import Client, ResponseError
 from sglang_k3.testing.continuations import Sequence as Continuation
 
-# Twelve requests of up to 550 tokens want several times 2048, and the host hardly reserves room for what they will
-# write. States are kept often, and a prompt needs several chunks.
+# Twelve requests of up to 550 tokens want several times 2048, and the host reserves little room for what they will
+# write; after a retraction it reserves all, and must come back from that soon to retract again. States are kept often,
+# and a prompt needs several chunks.
 SMALL_POOLS = (
     *("--max-total-tokens", "2048", "--max-running-requests", "12", "--chunked-prefill-size", "128"),
-    *("--schedule-conservativeness", "0.05", "--mamba-track-interval", "64"),
+    *("--schedule-conservativeness", "0.2", "--mamba-track-interval", "64"),
 )
+EAGER = {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1"}
 MAX_NEW_TOKENS = 64
 ABORTED_SHARE = 0.1
 MAX_LOGPROB_ERROR = 2e-3
