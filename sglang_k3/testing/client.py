@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import http.client
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -76,7 +76,7 @@ class Client:
         with self._open(path, body=body, timeout_s=timeout_s) as response:
             return response.read().decode("utf-8", errors="replace")
 
-    def stream(self, path: str, body: Any, *, timeout_s: float = 300.0) -> Iterator[Any]:
+    def stream(self, path: str, body: Any, *, timeout_s: float = 300.0) -> Generator[Any, None, None]:
         """POST ``body`` and yield the server-sent events, parsed, up to ``[DONE]``; closing it early disconnects.
 
         Raises:

@@ -53,7 +53,7 @@ class Sequence:
 
 
 def ensure_continuations(folder: Path, wanted: SequenceSet, cache: Path) -> list[Sequence]:
-    """The sequences for the checkpoint in ``folder``, from a file in ``cache`` or computed now behind a progress bar."""
+    """The sequences for the checkpoint in ``folder``, from a file in ``cache`` or computed now."""
     key = hashlib.sha256(repr((wanted, SURE_GAP)).encode())
     for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
         key.update(file.read_bytes())

@@ -37,6 +37,7 @@ POLL_S = 0.2
 KILL_LIMIT_S = 5.0
 TAIL_LINES = 25
 
+
 class ServerError(RuntimeError):
     """The server did not start, died, or refused to end; the message ends with the last lines of its log."""
 
