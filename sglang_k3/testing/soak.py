@@ -29,14 +29,14 @@ from tqdm import tqdm
 from sglang_k3.testing.client import Client, ResponseError
 from sglang_k3.testing.continuations import Sequence as Continuation
 
-# Twelve requests of up to 550 tokens want several times 2048, and the host reserves little room for what they will
-# write; after a retraction it reserves all, and must come back from that soon to retract again. States are kept often,
-# and a prompt needs several chunks.
+# Requests of up to 550 tokens, of which two fit, and the host hardly reserves room for what they will write: what they
+# share of their prefixes lets more of them in. After a retraction it reserves more, and must come back from that soon
+# to retract again. States are kept often, and a prompt needs several chunks.
 SMALL_POOLS = (
-    *("--max-total-tokens", "2048", "--max-running-requests", "12", "--chunked-prefill-size", "128"),
+    *("--max-total-tokens", "1280", "--max-running-requests", "12", "--chunked-prefill-size", "128"),
     *("--schedule-conservativeness", "0.2", "--mamba-track-interval", "64"),
 )
-EAGER = {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1"}
+EAGER = {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1", "SGLANG_RETRACT_DECODE_STEPS": "1"}
 MAX_NEW_TOKENS = 64
 ABORTED_SHARE = 0.1
 MAX_LOGPROB_ERROR = 2e-3
