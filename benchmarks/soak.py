@@ -70,6 +70,7 @@ def rows_of(report: Report, command: str) -> list[Row]:
         ("finished", report.finished, "requests"),
         ("aborted", report.aborted, "requests"),
         ("retractions", report.retractions, "retractions"),
+        ("retractions_for_room", report.for_room, "retractions"),
         ("retracted_answers", report.retracted_answers, "requests"),
         ("wrong_answers", report.wrong, "requests"),
         ("leaked_tokens", report.leaked_tokens, "tokens"),

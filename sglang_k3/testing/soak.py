@@ -36,7 +36,13 @@ SMALL_POOLS = (
     *("--max-total-tokens", "1280", "--max-running-requests", "12", "--chunked-prefill-size", "128"),
     *("--schedule-conservativeness", "0.2", "--mamba-track-interval", "64"),
 )
-EAGER = {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1", "SGLANG_RETRACT_DECODE_STEPS": "1"}
+# Beside that the host's own test switch takes a request back every so many steps, room or not.
+EAGER = {
+    "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1",
+    "SGLANG_RETRACT_DECODE_STEPS": "1",
+    "SGLANG_TEST_RETRACT": "1",
+    "SGLANG_TEST_RETRACT_INTERVAL": "40",
+}
 MAX_NEW_TOKENS = 64
 ABORTED_SHARE = 0.1
 MAX_LOGPROB_ERROR = 2e-3
@@ -44,7 +50,7 @@ ANSWER_LIMIT_S = 300.0
 IDLE_LIMIT_S = 60.0
 POLL_S = 0.2
 
-_RETRACTED = re.compile(r"KV cache pool is full\. Retract requests\. #retracted_reqs: (\d+)")
+_RETRACTED = re.compile(r"(KV cache pool is full|Testing retraction)\..* #retracted_reqs: (\d+)")
 _COMPLAINT = re.compile(r"leak|Traceback|use-after-free", re.IGNORECASE)
 
 Way = Literal["disconnect", "abort_request"]
@@ -92,7 +98,9 @@ class Report:
     """A soak in figures.
 
     Attributes:
-        retractions: requests that the server took back while they were running, by its log.
+        retractions: requests that the server took back while they were running, by its log; a request that comes back
+            twice counts twice.
+        for_room: those of them that went because the pool was full.
         retracted_answers: finished answers that were retracted on their way.
         leaked_tokens: cached tokens that nobody owns once all is over.
         faults: one line each, wrong answers first, then what the server complains about; empty if all is right.
@@ -103,6 +111,7 @@ class Report:
     aborted: int
     wrong: int
     retractions: int
+    for_room: int
     retracted_answers: int
     tokens: int
     leaked_tokens: int
@@ -156,12 +165,14 @@ def soak(client: Client, log: Path, requests: Iterable[Request], *, concurrency:
     text = log.read_bytes()[begin:].decode("utf-8", errors="replace")
     faults += [*late, *complaints(text)]
     finished = [outcome for outcome in outcomes if outcome.finished]
+    retractions, for_room = count_retractions(text)
     return Report(
         requests=len(outcomes),
         finished=len(finished),
         aborted=len(outcomes) - len(finished),
         wrong=wrong,
-        retractions=count_retractions(text),
+        retractions=retractions,
+        for_room=for_room,
         retracted_answers=sum(outcome.retractions > 0 for outcome in finished),
         tokens=sum(outcome.tokens for outcome in outcomes),
         leaked_tokens=leaked,
@@ -282,6 +293,7 @@ def complaints(log: str) -> list[str]:
     return [line.strip() for line in log.splitlines() if _COMPLAINT.search(line)]
 
 
-def count_retractions(log: str) -> int:
-    """Requests that the server took back for want of room, by its log."""
-    return sum(int(number) for number in _RETRACTED.findall(log))
+def count_retractions(log: str) -> tuple[int, int]:
+    """Requests that the server took back, by its log, and those of them for want of room."""
+    taken = [(why.startswith("KV"), int(number)) for why, number in _RETRACTED.findall(log)]
+    return sum(number for _, number in taken), sum(number for full, number in taken if full)

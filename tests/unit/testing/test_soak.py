@@ -63,10 +63,10 @@ def test_a_log_is_searched() -> None:
     log = (
         "Prefill batch\n[x] pool memory leak detected! available_size=3\nTraceback (most recent call last):\n"
         "[x] KV cache pool is full. Retract requests. #retracted_reqs: 3, #new_tokens_gained: 9\n"
-        "[x] KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 9\n"
+        "[x] Testing retraction. #retracted_reqs: 1, #new_tokens_gained: 9, #mamba_num_gained: 3\n"
     )
     assert complaints(log) == ["[x] pool memory leak detected! available_size=3", "Traceback (most recent call last):"]
-    assert count_retractions(log) == 4
+    assert count_retractions(log) == (4, 3)
 
 
 class Loads(Client):
