@@ -159,6 +159,14 @@ SEAMS: tuple[Seam, ...] = (
         module="seam_snapshots",
     ),
     Seam(
+        name="begin of an answer",
+        targets=("sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",),
+        why="the host takes the first log-prob for sent when a request is retracted before its first token",
+        until="a check for tokens there",
+        scope="scheduler",
+        module="seam_stream",
+    ),
+    Seam(
         name="padding of data-parallel ranks",
         targets=("sglang.srt.layers.dp_attention.DpPaddingMode.get_dp_padding_mode",),
         why="the host pads the ranks to one length, with tokens that belong to no request",

@@ -14,12 +14,13 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from sglang_k3.integration import seam_data_parallel, seam_parsers, seam_pools, seam_snapshots
+    from sglang_k3.integration import seam_data_parallel, seam_parsers, seam_pools, seam_snapshots, seam_stream
 
     seam_parsers.install_scheduler()
     seam_pools.install()
     seam_data_parallel.install()
     seam_snapshots.install()
+    seam_stream.install()
     if server_args.device == "cpu":
         from sglang_k3.integration import seam_cpu
 
