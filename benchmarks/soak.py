@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> Report:
     requests = plan(ensure_continuations(folder, SequenceSet(), CACHE), args.count, seed=args.seed)
     if args.url is not None:
         return soak(Client(args.url), args.log, requests, concurrency=args.concurrency)
-    log = CACHE / "server.log"
+    log = CACHE / f"server-{os.getpid()}.log"
     command = sglang_command(str(folder), *SMALL_POOLS)
     with ServerProcess(command, log_path=log, env=os.environ | EAGER) as server:
         report = soak(server, log, requests, concurrency=args.concurrency)
