@@ -1,8 +1,7 @@
-"""A context of 1,048,576 tokens: what the backends and the defaults compute with it stays exact and bounded."""
+"""A context of 1,048,576 tokens: what the MLA backend computes with it stays exact and bounded."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +10,6 @@ import torch
 from torch import Tensor
 
 from sglang_k3.host.mla_backend import PREFIX_CHUNK_TOKENS, K3MLABackend, _offsets
-from sglang_k3.integration import defaults
-from sglang_k3.integration.server_args import K3ServerArgs
-from sglang_k3.testing.presets import PRESETS
-from sglang_k3.testing.tiny import write_tiny
 
 pytestmark = pytest.mark.sglang
 CONTEXT = 1_048_576
@@ -62,18 +57,3 @@ def test_a_long_prefix_comes_in_bounded_pieces_that_cover_it(backend: K3MLABacke
 def test_contexts_that_add_up_to_more_than_32_bits(dtype: torch.dtype) -> None:
     lens = torch.full((2048,), CONTEXT, dtype=dtype)
     assert _offsets(lens)[-1] == 2**31
-
-
-def test_a_start_with_this_context_asks_for_bounded_pools(tmp_path: Path) -> None:
-    """The tiny checkpoint is made for less; its config may be overridden as the published one's."""
-    override = json.dumps({"text_config": {"max_position_embeddings": CONTEXT}})
-    args = K3ServerArgs(
-        model_path=str(write_tiny(tmp_path / "tiny", "default")),
-        device="cpu",
-        context_length=CONTEXT,
-        json_model_override_args=override,
-    )
-    sizes = PRESETS["default"]
-    row_bytes = 4 * len(sizes.full_attention_layers) * (sizes.kv_lora_rank + sizes.qk_rope_head_dim)
-    assert CONTEXT <= args.max_total_tokens <= defaults.CPU_KV_BYTES // row_bytes
-    assert 4 * args.max_running_requests * CONTEXT < 2**30  # the host's table of positions
