@@ -42,7 +42,7 @@ class MLAMetadata:
     """What every MLA layer of one forward pass shares; ids are physical slots of the pool.
 
     Attributes:
-        kv_indptr, kv_indices: rows that each decoding request attends to, ``[B + 1]`` int32 and ``[N]`` int64.
+        kv_indptr, kv_indices: rows that each decoding request attends to, ``[B + 1]`` and ``[N]`` int64.
         cu_seqlens: token offsets of the extend ``[B + 1]`` int32.
         prefix_chunks: the cached prefixes of the extend; empty if there is none.
     """
@@ -82,7 +82,7 @@ class K3MLABackend(AttentionBackend):
             self.metadata = MLAMetadata(kv_indptr=kv_indptr, kv_indices=kv_indices)
         else:
             self.metadata = MLAMetadata(
-                cu_seqlens=_offsets(forward_batch.extend_seq_lens),
+                cu_seqlens=_offsets(forward_batch.extend_seq_lens).int(),
                 prefix_chunks=tuple(self._prefix_chunks(forward_batch)),
             )
 
@@ -93,7 +93,8 @@ class K3MLABackend(AttentionBackend):
         chunks = []
         for start in range(0, int(longest), step):
             first, last = (lens.clamp(max=bound) for bound in (start, start + step))
-            chunks.append(PrefixChunk(*self._rows(forward_batch.req_pool_indices, first, last)))
+            kv_indices, offsets = self._rows(forward_batch.req_pool_indices, first, last)
+            chunks.append(PrefixChunk(kv_indices, offsets.int()))
         return chunks
 
     def _rows(
@@ -103,7 +104,7 @@ class K3MLABackend(AttentionBackend):
         lens = last - first
         offsets = _offsets(lens)
         owner = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens)
-        position = torch.arange(len(owner), device=lens.device) - offsets[:-1].long()[owner] + first[owner]
+        position = torch.arange(len(owner), device=lens.device) - offsets[:-1][owner] + first[owner]
         return self.req_to_token_pool.req_to_token[req_pool_indices[owner], position].long(), offsets
 
     def _write(self, rows: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
@@ -181,5 +182,9 @@ def _expand(rows: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor) -> tuple
 
 
 def _offsets(lens: torch.Tensor) -> torch.Tensor:
-    """Prefix sums ``[B + 1]`` int32 of ``lens [B]``."""
-    return torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
+    """Prefix sums ``[B + 1]`` int64 of ``lens [B]``.
+
+    The contexts of a decode batch may add up to 2**31 and more: 2,048 requests that share a prefix of 1,048,576 tokens.
+    What one extend computes is far less, its chunk and ``PREFIX_CHUNK_TOKENS``.
+    """
+    return torch.nn.functional.pad(lens.cumsum(0), (1, 0))

@@ -172,6 +172,26 @@ SEAMS: tuple[Seam, ...] = (
         module="seam_pools",
     ),
     Seam(
+        name="depth of snapshots",
+        targets=(
+            "sglang.srt.managers.scheduler_components.batch_result_processor"
+            ".SchedulerBatchResultProcessor._mamba_check_track_boundary",
+            "sglang.srt.mem_cache.memory_pool.HybridReqToTokenPool.get_mamba_ping_pong_keep_idx",
+        ),
+        why="the host takes an older state for the snapshot of a decode step that a prefill follows or precedes",
+        until="a check there by the length that the step itself had",
+        scope="scheduler",
+        module="seam_snapshots",
+    ),
+    Seam(
+        name="begin of an answer",
+        targets=("sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",),
+        why="the host takes the first log-prob for sent when a request is retracted before its first token",
+        until="a check for tokens there",
+        scope="scheduler",
+        module="seam_stream",
+    ),
+    Seam(
         name="padding of data-parallel ranks",
         targets=("sglang.srt.layers.dp_attention.DpPaddingMode.get_dp_padding_mode",),
         why="the host pads the ranks to one length, with tokens that belong to no request",

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import http.client
-import json
 import os
 import re
 import signal
@@ -24,13 +23,13 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from sglang_k3.testing.client import Client, ResponseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
 HOST = "127.0.0.1"
@@ -38,25 +37,9 @@ POLL_S = 0.2
 KILL_LIMIT_S = 5.0
 TAIL_LINES = 25
 
-# A proxy of the environment must not see requests to this machine.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
 
 class ServerError(RuntimeError):
     """The server did not start, died, or refused to end; the message ends with the last lines of its log."""
-
-
-class ResponseError(RuntimeError):
-    """The server answered with an HTTP error.
-
-    Attributes:
-        status: the HTTP status, 400 or above.
-        body: the text of the answer.
-    """
-
-    def __init__(self, url: str, status: int, body: str) -> None:
-        super().__init__(f"{url} answered {status}: {body[:2000]}")
-        self.status, self.body = status, body
 
 
 def sglang_command(model: str, *flags: str) -> list[str]:
@@ -64,7 +47,7 @@ def sglang_command(model: str, *flags: str) -> list[str]:
     return [sys.executable, "-m", "sglang.launch_server", "--model", model, *flags]
 
 
-class ServerProcess:
+class ServerProcess(Client):
     """One server, from start to end. Enter it to start, leave it to end; see the module docstring.
 
     Args:
@@ -77,7 +60,6 @@ class ServerProcess:
         on_wait: called a few times per second while the server loads, with the seconds so far and its last message.
 
     Attributes:
-        url: ``http://127.0.0.1:PORT``.
         pid: process id of the server's first process (0 before the start); also the id of its session and group.
         startup_s: seconds from start to healthy (0.0 before).
     """
@@ -95,7 +77,7 @@ class ServerProcess:
     ) -> None:
         self.port = free_port() if port is None else port
         self.command = [*command, "--host", HOST, "--port", str(self.port)]
-        self.url = f"http://{HOST}:{self.port}"
+        super().__init__(f"http://{HOST}:{self.port}")
         self.log_path = log_path
         self.pid = 0
         self.startup_s = 0.0
@@ -232,57 +214,6 @@ class ServerProcess:
 
     def _log_report(self) -> str:
         return f"Log: {self.log_path}, its last lines:\n{self.log_tail()}"
-
-    def get_json(self, path: str, *, timeout_s: float = 60.0) -> Any:
-        """GET ``path`` and parse the answer.
-
-        Raises:
-            ResponseError: the answer is an HTTP error.
-        """
-        with self._open(path, timeout_s=timeout_s) as response:
-            return json.load(response)
-
-    def post_json(self, path: str, body: Any, *, timeout_s: float = 300.0) -> Any:
-        """POST ``body`` as JSON to ``path`` and parse the answer (``None`` if it is empty).
-
-        Raises:
-            ResponseError: the answer is an HTTP error.
-        """
-        text = self.post_text(path, body, timeout_s=timeout_s)
-        return json.loads(text) if text.strip() else None
-
-    def post_text(self, path: str, body: Any, *, timeout_s: float = 300.0) -> str:
-        """POST ``body`` as JSON to ``path`` and return the answer as it is; errors as in ``post_json``."""
-        with self._open(path, body=body, timeout_s=timeout_s) as response:
-            return response.read().decode("utf-8", errors="replace")
-
-    def stream(self, path: str, body: Any, *, timeout_s: float = 300.0) -> Iterator[Any]:
-        """POST ``body`` and yield the server-sent events, parsed, up to ``[DONE]``; closing it early disconnects.
-
-        Raises:
-            ResponseError: the answer is an HTTP error.
-        """
-        with self._open(path, body=body, timeout_s=timeout_s) as response:
-            for line in response:
-                if not line.startswith(b"data:"):
-                    continue
-                data = line.removeprefix(b"data:").strip()
-                if data == b"[DONE]":
-                    return
-                yield json.loads(data)
-
-    @contextlib.contextmanager
-    def _open(self, path: str, *, timeout_s: float, body: Any = None) -> Iterator[http.client.HTTPResponse]:
-        request = urllib.request.Request(self.url + path)
-        if body is not None:
-            request.data = json.dumps(body).encode()
-            request.add_header("Content-Type", "application/json")
-        try:
-            response = _OPENER.open(request, timeout=timeout_s)
-        except urllib.error.HTTPError as error:
-            raise ResponseError(request.full_url, error.code, error.read().decode("utf-8", errors="replace")) from None
-        with response:
-            yield response
 
 
 def free_port() -> int:

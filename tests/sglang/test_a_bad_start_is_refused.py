@@ -14,11 +14,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from sglang_k3.errors import K3Error
+from sglang_k3.integration.defaults import CPU_KV_BYTES
 from sglang_k3.integration.refusals import REFUSALS
+from sglang_k3.testing.presets import PRESETS
 from sglang_k3.testing.tiny import write_tiny
 from tests.kit.llama import write_llama
 
 pytestmark = pytest.mark.sglang
+MILLION = 1_048_576
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -239,3 +242,17 @@ def test_the_whole_command_line_of_a_good_start_resolves(checkpoint: Path) -> No
     assert args.is_k3
     assert (args.dtype, args.attention_backend) == ("float32", "k3_mla")
     assert args.max_running_requests and args.max_mamba_cache_size and args.max_total_tokens
+
+
+def test_a_context_of_a_million_asks_for_bounded_pools(checkpoint: Path) -> None:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_k3.integration.server_args import K3ServerArgs
+
+    override = json.dumps({"text_config": {"max_position_embeddings": MILLION}})
+    args = K3ServerArgs(model_path=str(checkpoint), device="cpu", json_model_override_args=override)
+    assert ModelConfig.from_server_args(args).context_len == MILLION
+    sizes = PRESETS["default"]
+    row_bytes = 4 * len(sizes.full_attention_layers) * (sizes.kv_lora_rank + sizes.qk_rope_head_dim)
+    assert MILLION <= args.max_total_tokens <= CPU_KV_BYTES // row_bytes
+    assert 4 * args.max_running_requests * MILLION < 2**30  # the host's table of positions
