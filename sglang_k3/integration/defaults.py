@@ -73,7 +73,7 @@ def fill_defaults(args: K3ServerArgs) -> None:
     extra = json.loads(args.model_loader_extra_config)
     if not {"enable_multithread_load", "num_threads"} & extra.keys():
         args.model_loader_extra_config = json.dumps({**extra, "enable_multithread_load": False})
-    # The ops run eagerly for now; graphs come with their Triton implementations.
+    # Steps are launched one by one for now: the kernels can be captured, but the backends' metadata is not static yet.
     args.disable_cuda_graph = True
     if Path(args.model_path).is_dir():
         config = K3Config.from_dict(with_overrides(read_config(Path(args.model_path)), _overrides(args)))
