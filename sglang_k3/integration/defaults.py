@@ -75,6 +75,8 @@ def fill_defaults(args: K3ServerArgs) -> None:
         args.model_loader_extra_config = json.dumps({**extra, "enable_multithread_load": False})
     # Steps are launched one by one for now: the kernels can be captured, but the backends' metadata is not static yet.
     args.disable_cuda_graph = True
+    # The host's scheduler asks for work without a pause; on a CPU it would take a core from whoever has some.
+    args.sleep_on_idle |= on_cpu
     if Path(args.model_path).is_dir():
         config = K3Config.from_dict(with_overrides(read_config(Path(args.model_path)), _overrides(args)))
         check_splits(config, tp_size=args.tp_size, ep_size=args.ep_size, dp_size=args.dp_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_k3.testing.server import ResponseError, ServerProcess
+from tests.kit.configurations import ON_GPU
 
 pytestmark = pytest.mark.server
 CONTEXT_LENGTH = 8192
@@ -56,6 +58,22 @@ def test_the_plugin_chose_what_the_user_left_open(server: ServerProcess) -> None
     assert info["dtype"] == "float32"
     assert info["mamba_radix_cache_strategy"] == "extra_buffer"
     assert info["disable_overlap_schedule"] is False
+
+
+def cpu_seconds(server: ServerProcess) -> float:
+    """What all processes have taken so far: fields 14 and 15 of their ``/proc/PID/stat``."""
+    stats = [Path(f"/proc/{process.pid}/stat").read_text() for process in server.processes()]
+    ticks = (int(ticks) for stat in stats for ticks in stat.rpartition(")")[2].split()[11:13])
+    return sum(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU server may keep a core busy")
+def test_an_idle_server_takes_no_core(server: ServerProcess) -> None:
+    generate(server)
+    time.sleep(1.0)
+    before = cpu_seconds(server)
+    time.sleep(2.0)
+    assert cpu_seconds(server) - before < 1.0
 
 
 def test_the_whole_server_stays_under_4_gb(server: ServerProcess) -> None:
