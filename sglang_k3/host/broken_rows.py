@@ -68,6 +68,13 @@ def abort_if_marked(req: Req) -> None:
     req.skip_radix_cache_insert = True
 
 
+def unmark_logprobs(req: Req) -> None:
+    """Name a token in place of a mark beside the last log-prob, which the host decodes to text when it is sent."""
+    ids = req.logprob.output_token_logprobs_idx if req.return_logprob else []
+    if ids and ids[-1] in _REASONS:
+        ids[-1] = 0
+
+
 def drop_broken_states(tree: UnifiedRadixCache, req: Req) -> None:
     """Take the prefix of a request that was aborted for NaN out of the cache, up to where another request needs it.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_k3.chat.segments import END_OF_MESSAGE
 from sglang_k3.config import ARCHITECTURE, MODEL_TYPE
 from sglang_k3.integration.names import is_k3
 
@@ -80,4 +81,8 @@ def _load_tokenizer(original: Callable[..., Any], name: str, *args: Any, **optio
     # /tokenize reports it, and fails on the 10**30 that stands for "not given".
     context_length: int = K3HFConfig.from_pretrained(name, revision=revision).text_config.max_position_embeddings
     tokenizer.model_max_length = min(tokenizer.model_max_length, context_length)
+    # A turn ends with this token whatever the tokenizer's files call their end of text; the host looks it up here when
+    # it holds back the end of an answer that is to have a minimal length.
+    if tokenizer.convert_tokens_to_ids(END_OF_MESSAGE) is not None:
+        tokenizer.eos_token = END_OF_MESSAGE
     return tokenizer

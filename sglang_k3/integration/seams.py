@@ -144,6 +144,7 @@ SEAMS: tuple[Seam, ...] = (
             "sglang.srt.layers.sampler.Sampler.forward",
             "sglang.srt.managers.scheduler.Scheduler._relay_forward_payload",
             "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+            "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",
             "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_finished_req",
             "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties",
         ),

@@ -172,6 +172,10 @@ GRAMMAR = {
     "empty structural tag": (body(params={"structural_tag": ""}), "structural_tag"),
     "grammar without an end": (body(params={"ebnf": "root ::= root"}), "allows no next token"),
     "grammar without an end, drawn": (body(params={"ebnf": "root ::= root", "temperature": 1}), "allows no next token"),
+    "grammar without an end, with log-probs": (
+        body(params={"ebnf": "root ::= root"}, return_logprob=True, top_logprobs_num=2),
+        "allows no next token",
+    ),
 }
 ENDPOINTS = {
     "completion of a bad id": ("/v1/completions", completion(prompt=[[20], [VOCAB]]), "input_ids=384"),
@@ -243,9 +247,8 @@ def test_logits_that_are_not_numbers_end_their_own_request_only(
     server: ServerProcess, known: Answer, stream: bool, temperature: int
 ) -> None:
     """In one batch with a good request, and neither the cache nor the pools are spoilt."""
-    bad = body(
-        input_ids=[*PROMPT, POISON, 20], params={"temperature": temperature, "max_new_tokens": 20}, stream=stream
-    )
+    params = {"temperature": temperature, "max_new_tokens": 20}
+    bad = body(input_ids=[*PROMPT, POISON, 20], params=params, stream=stream, return_logprob=temperature == 1)
     with ThreadPoolExecutor(2) as pool:
         good = pool.submit(ask, server)
         if stream:

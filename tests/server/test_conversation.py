@@ -169,3 +169,11 @@ def test_a_stop_string_is_left_out(chat: Chat, stream: bool) -> None:
     whole = chat("What colour is the sky?", extra_body=NOT_THINKING).content
     reply = chat("What colour is the sky?", stream=stream, stop=[whole[-4:]], extra_body=NOT_THINKING)
     assert (reply.content, reply.finish_reason) == (whole[:-4], "stop")
+
+
+@both_ways
+def test_an_answer_may_be_asked_to_have_a_length(chat: Chat, stream: bool) -> None:
+    """The end of the turn is held back until then."""
+    short = chat("Hello!", extra_body=NOT_THINKING).usage[1]
+    long = chat("Hello!", stream=stream, max_tokens=short + 20, extra_body={**NOT_THINKING, "min_tokens": short + 10})
+    assert short + 10 <= long.usage[1] <= short + 20

@@ -93,6 +93,15 @@ def test_the_tokenizer_of_another_model_is_loaded_as_before(tmp_path: Path) -> N
     assert not isinstance(tokenizer, KimiK3TokenizerFast)
 
 
+def test_a_turn_ends_with_its_own_token_whatever_the_files_call_the_end(tmp_path: Path) -> None:
+    folder = write_published(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "[EOS]"}))
+    assert get_tokenizer(str(folder), tokenizer_revision=None).eos_token_id == END_OF_MESSAGE
+    tiny = get_tokenizer(str(write_tiny(tmp_path / "tiny")))  # a tokenizer.json says nothing of it
+    assert tiny.eos_token == "<|end_of_msg|>" and tiny.eos_token_id is not None
+
+
 def test_bytes_of_every_token(tmp_path: Path) -> None:
     (tmp_path / "published").mkdir()
     published = get_tokenizer(str(write_published(tmp_path / "published")), tokenizer_revision=None)
