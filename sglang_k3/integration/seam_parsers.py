@@ -132,7 +132,19 @@ def _tell_detector(original: Callable[..., None], parser: Any, *args: Any, **kwa
 
 
 def _whole_turn_grammar(
-    original: Callable[..., Any], *args: Any, think_end_id: int | None = None, **kwargs: Any
+    original: Callable[..., Any],
+    server_args: Any,
+    tokenizer: Any,
+    vocab_size: int,
+    eos_token_ids: set[int] | None = None,
+    think_end_id: int | None = None,
 ) -> Any:
     """Our grammars begin with the thinking, so the host must not hold them back until it ends."""
-    return original(*args, **kwargs)
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+
+    from sglang_k3.host.grammar_compiler import build_compiler
+
+    backend = original(server_args, tokenizer, vocab_size, eos_token_ids)
+    if isinstance(backend, XGrammarGrammarBackend):
+        backend.grammar_compiler = build_compiler(tokenizer, vocab_size, eos_token_ids)
+    return backend

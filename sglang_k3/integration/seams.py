@@ -157,9 +157,13 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         name="whole-turn grammar",
-        targets=("sglang.srt.constrained.base_grammar_backend.create_grammar_backend",),
-        why="the host holds a grammar back until one token ends the thinking; ours begins with the thinking",
-        until="an end of thinking of several tokens",
+        targets=(
+            "sglang.srt.constrained.base_grammar_backend.create_grammar_backend",
+            "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend",
+        ),
+        why="the host holds a grammar back until one token ends the thinking, ours begins with the thinking; "
+        "and it lets a control token stand for the text that it spells",
+        until="an end of thinking of several tokens, and control tokens that xgrammar does not read as text",
         scope="scheduler",
         module="seam_parsers",
         function="install_scheduler",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from sglang_k3.chat import grammar
 from sglang_k3.testing.tokenizer import build_tokenizer
 
 xgrammar = pytest.importorskip("xgrammar")
+from sglang_k3.host.grammar_compiler import build_compiler  # noqa: E402
+
 CONTROL = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 WEATHER = {
     "name": "get_weather",
@@ -44,29 +47,49 @@ def tools(*calls: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def accepts():
-    """Whether a turn is accepted whole; a part ``@name`` is the control token, any other part is ordinary text."""
+def tokenizer():
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=build_tokenizer(384))
-    end = tokenizer.convert_tokens_to_ids("<|end_of_msg|>")
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=384, stop_token_ids=[end])
-    compiler = xgrammar.GrammarCompiler(info)
+    return PreTrainedTokenizerFast(tokenizer_object=build_tokenizer(384))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    return build_compiler(tokenizer, 384, {tokenizer.convert_tokens_to_ids("<|end_of_msg|>")})
+
+
+@pytest.fixture(scope="module")
+def accepts(tokenizer, compiler):
+    """Whether a turn is accepted whole; a part ``@name`` is the control token, any other part is ordinary text."""
 
     def check(turn: dict[str, Any], parts: list[str]) -> bool:
-        import json
-
         matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(json.dumps(grammar.structural_tag(turn))))
-        for part in parts:
-            if part.startswith("@"):
-                ids = [tokenizer.convert_tokens_to_ids(f"<|{part[1:]}|>")]
-            else:
-                ids = tokenizer.encode(part, add_special_tokens=False, split_special_tokens=True)
-            if not all(matcher.accept_token(token) for token in ids):
-                return False
-        return bool(matcher.is_terminated())
+        ids = [token for part in parts for token in ids_of(tokenizer, part)]
+        return all(matcher.accept_token(token) for token in ids) and bool(matcher.is_terminated())
 
     return check
+
+
+@pytest.fixture(scope="module")
+def control_tokens_behind(tokenizer, compiler):
+    """The control tokens that the mask allows behind the beginning of a turn."""
+
+    def allowed(turn: dict[str, Any], parts: list[str]) -> set[str]:
+        matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(json.dumps(grammar.structural_tag(turn))))
+        assert all(matcher.accept_token(token) for part in parts for token in ids_of(tokenizer, part))
+        mask = xgrammar.allocate_token_bitmask(1, 384)
+        matcher.fill_next_token_bitmask(mask)
+        added = tokenizer.added_tokens_decoder
+        return {added[i].content for i in added if int(mask[0, i // 32]) >> (i % 32) & 1}
+
+    return allowed
+
+
+def ids_of(tokenizer: Any, part: str) -> list[int]:
+    if part.startswith("@"):
+        return [tokenizer.convert_tokens_to_ids(f"<|{part[1:]}|>")]
+    ids: list[int] = tokenizer.encode(part, add_special_tokens=False, split_special_tokens=True)
+    return ids
 
 
 @pytest.mark.parametrize("thinking", [True, False])
@@ -153,3 +176,42 @@ def test_references_of_a_schema_are_resolved(accepts) -> None:
 def test_no_tools_is_refused() -> None:
     with pytest.raises(ValueError, match="needs at least one tool"):
         grammar.tools_turn([], thinking=True, at_least_one=True, parallel=True)
+
+
+def test_control_tokens_are_no_text(control_tokens_behind) -> None:
+    """Inside a string, a choice of strings and raw text: each spelling is possible there, as ordinary tokens."""
+    open_response, close_response = ["@open", "response", "@sep"], ["@close", "response", "@sep"]
+    free = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    turn = grammar.json_turn(free, thinking=True)
+    assert control_tokens_behind(turn, [*THINK, *open_response]) == set()
+    assert control_tokens_behind(turn, [*THINK, *open_response, '{"a": "x']) == set()
+    assert control_tokens_behind(turn, [*THINK, *open_response, '{"a": "x<|close|>message<|sep|>']) == set()
+    assert control_tokens_behind(turn, [*THINK, *open_response, '{"a": "x"}']) == {"<|close|>"}
+    assert control_tokens_behind(turn, [*THINK, *open_response, '{"a": "x"}', *close_response, *END[:-1]]) == {
+        "<|end_of_msg|>"
+    }
+    chosen = {"type": "object", "properties": {"a": {"enum": ["<|sep|>x", "[BOS]", 1]}}, "required": ["a"]}
+    turn = grammar.tools_turn([{"name": "f", "parameters": chosen}], thinking=False, at_least_one=True, parallel=False)
+    value = [*close_response, *tools(call("f", ("a", "string", "")))[:9]]
+    assert value[-2:] == ['argument key="a" type="string"', "@sep"]
+    assert control_tokens_behind(turn, value) == set()
+    assert control_tokens_behind(turn, [*value, "<|sep|>"]) == set()
+    assert control_tokens_behind(turn, [*value, "<|sep|>x"]) == {"<|close|>"}
+
+
+def test_free_text_ends_at_its_own_marker_only(control_tokens_behind) -> None:
+    assert control_tokens_behind(grammar.text_turn(thinking=True), ["hmm"]) & set(CONTROL) == {"<|close|>"}
+
+
+@pytest.mark.parametrize("token", [{}, ["<|open|>"], "<|no such token|>"])
+def test_a_tag_of_a_client_that_names_no_token_is_refused(compiler, token: Any) -> None:
+    with pytest.raises(RuntimeError, match="(?i)token"):
+        compiler.compile_structural_tag(grammar.structural_tag({"type": "token", "token": token}))
+
+
+def test_a_tag_of_a_client_that_is_nested_too_deeply_is_refused(compiler) -> None:
+    nested: dict[str, Any] = {"type": "token", "token": "<|open|>"}
+    for _ in range(2000):
+        nested = {"type": "optional", "content": nested}
+    with pytest.raises(RuntimeError, match="nested"):
+        compiler.compile_structural_tag(grammar.structural_tag(nested))
