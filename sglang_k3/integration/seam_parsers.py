@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_k3.host.answer_text import AnswerText
 from sglang_k3.integration.refusals import PARSER
 from sglang_k3.integration.seam_chat import SPEC, chat_tokenizer
 
@@ -79,22 +80,15 @@ def _is_read_from_ids(serving_chat: Any, request: Any) -> bool:
     return serving_chat.reasoning_parser == PARSER and not request.stop and not request.stop_regex
 
 
-def _answer_ids(content: dict[str, Any], request: Any) -> list[int]:
-    """The output ids, without the stop token that ended them, which the host's text leaves out too."""
-    ids: list[int] = content["output_ids"]
-    finish_reason = content["meta_info"].get("finish_reason") or {}
-    is_stop_token = isinstance(finish_reason.get("matched"), int)
-    return ids[:-1] if is_stop_token and not request.no_stop_trim else ids
+def _answer_text(serving_chat: Any, request: Any, *, is_incremental: bool) -> AnswerText:
+    writer = chat_tokenizer(serving_chat.tokenizer_manager.tokenizer).marked_text()
+    return AnswerText(writer, is_incremental=is_incremental, keeps_stop_token=request.no_stop_trim)
 
 
 def _from_ids(original: Callable[..., Any], serving_chat: Any, request: Any, ret: list[Any], created: int) -> Any:
     if _is_read_from_ids(serving_chat, request):
-        tokenizer = chat_tokenizer(serving_chat.tokenizer_manager.tokenizer)
-        writers = [tokenizer.marked_text() for _ in ret]
-        ret = [
-            item | {"text": writer.feed(_answer_ids(item, request)) + writer.finish()}
-            for writer, item in zip(writers, ret, strict=True)
-        ]
+        texts = [_answer_text(serving_chat, request, is_incremental=False) for _ in ret]
+        ret = [item | {"text": text.add(item)} for text, item in zip(texts, ret, strict=True)]
     return original(serving_chat, request, ret, created)
 
 
@@ -109,14 +103,12 @@ def _stream_from_ids(
     finish_reason_type: str | None = None,
 ) -> Any:
     if _is_read_from_ids(serving_chat, request):
-        tokenizer_manager = serving_chat.tokenizer_manager
         # The host keeps what belongs to a choice of a stream in this dictionary, so it ends with the stream.
         key = ("marked", index)
-        writer, num_read = parsers.get(key) or (chat_tokenizer(tokenizer_manager.tokenizer).marked_text(), 0)
-        ids = _answer_ids(content, request)
-        fresh = ids if tokenizer_manager.server_args.incremental_streaming_output else ids[num_read:]
-        parsers[key] = (writer, num_read + len(fresh))
-        delta = writer.feed(fresh) + (writer.finish() if finish_reason_type is not None else "")
+        if key not in parsers:
+            is_incremental = serving_chat.tokenizer_manager.server_args.incremental_streaming_output
+            parsers[key] = _answer_text(serving_chat, request, is_incremental=is_incremental)
+        delta = parsers[key].add(content)
     return original(serving_chat, index, delta, parsers, content, request, finish_reason_type)
 
 
@@ -128,7 +120,8 @@ def _tell_detector(original: Callable[..., None], parser: Any, *args: Any, **kwa
     request = kwargs.get("request") or (args[3] if len(args) > 3 else None)
     if isinstance(parser.detector, KimiK3ReasoningDetector):
         tools, choice = getattr(request, "tools", None), getattr(request, "tool_choice", None)
-        parser.detector.hands_on = bool(tools) and choice != "none"
+        # /v1/responses lists tools of other types too, which its host does not parse calls of.
+        parser.detector.hands_on = choice != "none" and any(tool.type == "function" for tool in tools or ())
 
 
 def _whole_turn_grammar(

@@ -130,6 +130,17 @@ SEAMS: tuple[Seam, ...] = (
         function="install_main",
     ),
     Seam(
+        name="responses",
+        targets=(
+            "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses.create_responses",
+            "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses._generate_with_builtin_tools",
+        ),
+        why="/v1/responses parses a text without its control tokens, and drops text.format",
+        until="special tokens kept there for a parser that reads them, and a field for text.format",
+        scope="main process",
+        module="seam_responses",
+    ),
+    Seam(
         name="request limits",
         targets=("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",),
         why="one token id outside the vocabulary, or a number that no message can carry, ends the scheduler",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
 from tokenizers import Tokenizer
 
@@ -177,3 +178,47 @@ def test_an_answer_may_be_asked_to_have_a_length(chat: Chat, stream: bool) -> No
     short = chat("Hello!", extra_body=NOT_THINKING).usage[1]
     long = chat("Hello!", stream=stream, max_tokens=short + 20, extra_body={**NOT_THINKING, "min_tokens": short + 10})
     assert short + 10 <= long.usage[1] <= short + 20
+
+
+def shape(output: list[Any]) -> list[tuple[str, ...]]:
+    """The items of a response of /v1/responses, without their random ids."""
+    items: list[tuple[str, ...]] = []
+    for item in output:
+        if item.type == "function_call":
+            items.append((item.type, item.name, item.arguments))
+        else:
+            items.append((item.type, "".join(part.text for part in item.content)))
+    return items
+
+
+@both_ways
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+def test_responses_are_split_like_chat(chat: Chat, tiny_server: ServerProcess, stream: bool, choice: Any) -> None:
+    question = "What is the weather in Rome and Oslo?"
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    client = openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none")
+    asked = {"model": "k3", "input": question, "tools": tools, "tool_choice": choice, "temperature": 0}
+    if stream:
+        *_, last = client.responses.create(**asked, stream=True)
+        output = last.response.output
+    else:
+        output = client.responses.create(**asked).output
+    reply = chat(question, tools=TOOLS, tool_choice=choice)
+    expected = [("reasoning", reply.reasoning)] + ([("message", reply.content)] if reply.content else [])
+    assert shape(output) == [*expected, *(("function_call", call.name, call.arguments) for call in reply.calls)]
+    assert bool(reply.calls) == (choice != "none")
+
+
+@both_ways
+def test_a_response_without_thinking_or_tools_of_ours(tiny_server: ServerProcess, stream: bool) -> None:
+    client = openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none")
+    asked = {"model": "k3", "input": "What is 2 plus 3?", "temperature": 0, "reasoning": {"effort": "none"}}
+    asked["tools"] = [{"type": "web_search"}]
+    if stream:
+        *_, last = client.responses.create(**asked, stream=True)
+        output = last.response.output
+    else:
+        output = client.responses.create(**asked).output
+    assert shape(output) == [("message", "2 plus 3 is 5.")]
+    with pytest.raises(openai.BadRequestError, match="text.format"):
+        client.responses.create(**asked, text={"format": {"type": "json_object"}})

@@ -1,0 +1,69 @@
+"""Seam: /v1/responses, which shares the prompt with /v1/chat/completions but reads the answer by itself."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_k3.host.answer_text import AnswerText
+from sglang_k3.integration.refusals import PARSER
+from sglang_k3.integration.seam_chat import SPEC, chat_tokenizer
+
+
+def install() -> None:
+    responses = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses."
+    HookRegistry.register(f"{responses}create_responses", _create, HookType.AROUND)
+    HookRegistry.register(f"{responses}_generate_with_builtin_tools", _generate, HookType.AROUND)
+
+
+async def _create(original: Callable[..., Any], serving: Any, request: Any, raw_request: Any = None) -> Any:
+    """The host's request has no field for ``text``: a schema would be dropped without a word."""
+    if serving.chat_encoding_spec == SPEC and raw_request is not None:
+        text = (await raw_request.json()).get("text")
+        wanted = text.get("format") if isinstance(text, dict) else None
+        kind = wanted.get("type") if isinstance(wanted, dict) else None
+        if kind not in (None, "text"):
+            return serving.create_error_response(
+                f"text.format of type {kind!r} does not work in /v1/responses: "
+                "use response_format of /v1/chat/completions.",
+                param="text.format",
+            )
+    return await original(serving, request, raw_request)
+
+
+def _generate(
+    original: Callable[..., AsyncIterator[Any]],
+    serving: Any,
+    request_id: str,
+    prompt: Any,
+    request: Any,
+    sampling_params: dict[str, Any],
+    context: Any,
+    **kwargs: Any,
+) -> AsyncIterator[Any]:
+    """The text of every output is written anew, so that the parsers see the markers and no other text for one."""
+    if serving.chat_encoding_spec == SPEC:
+        sampling_params["skip_special_tokens"] = False  # the request has the same dictionary
+    outputs = original(serving, request_id, prompt, request, sampling_params, context, **kwargs)
+    # A stop string was found in the host's text, and cut from it.
+    if serving.reasoning_parser != PARSER or sampling_params.get("stop"):
+        return outputs
+    manager = serving.tokenizer_manager
+    is_incremental = bool(request.stream and manager.server_args.incremental_streaming_output)
+    answer = AnswerText(
+        chat_tokenizer(manager.tokenizer).marked_text(),
+        is_incremental=is_incremental,
+        keeps_stop_token=sampling_params.get("no_stop_trim", False),
+    )
+    return _with_text(outputs, answer, is_incremental)
+
+
+async def _with_text(outputs: AsyncIterator[Any], answer: AnswerText, is_incremental: bool) -> AsyncIterator[Any]:
+    text = ""
+    async for context in outputs:
+        fresh = answer.add(context.last_output)
+        text += fresh
+        context.last_output = context.last_output | {"text": fresh if is_incremental else text}
+        yield context
