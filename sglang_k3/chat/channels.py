@@ -165,6 +165,7 @@ class _Place(enum.Enum):
 _CHANNELS = {"think": _Place.THINK, "response": _Place.RESPONSE, "tools": _Place.TOOLS}
 _SPEECH = (_Place.THINK, _Place.RESPONSE, _Place.OUTSIDE)
 
+CUT_OFF = "cut off"  # the reason of a ``MalformedCall`` that the turn ended in
 _LONGEST_TAG = 4096  # characters; keys of arguments are the only part without a natural limit
 # The start of a tag as far as it has come: a name, then perhaps the first attribute. Prose after a lone open marker
 # fails at its third word or first punctuation mark and is released as text. Every prefix of a match is a match.
@@ -452,8 +453,10 @@ class ChannelParser(Generic[Chunk]):
                 self._call.raw.write(control.value + text)
             else:
                 self._on_stray(control, text, control.value + text)
+                if self._call is not None:  # of the marker; nobody knows what it would have opened
+                    self._call.fault = CUT_OFF
         if self._call is not None:
-            self._call.fault = self._call.fault or "cut off"
+            self._call.fault = self._call.fault or CUT_OFF
             self._place = _Place.BROKEN
             self._end_call(self._call)
         self._place = _Place.ENDED

@@ -84,7 +84,7 @@ def _render_arguments(arguments: Any, name: str) -> Iterator[Segment]:
         except (ValueError, RecursionError):
             yield from element("json", defuse(arguments), [("type", "object")])
             return
-    elif arguments is None:
+    if arguments is None:
         return
     if not isinstance(arguments, Mapping):
         raise ValueError(f"arguments of a call of {name!r} are {type(arguments).__name__}: they must be an object.")

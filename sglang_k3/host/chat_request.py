@@ -28,6 +28,7 @@ def render_request(request: ChatCompletionRequest) -> list[Segment]:
     """
     if request.continue_final_message:
         raise ValueError("continue_final_message: not supported for K3, whose assistant turns are split into channels.")
+    check_tools(request)
     messages = [_with_reasoning_apart(_message(message)) for message in request.messages]
     return render(messages, **encoding_options(request))
 
@@ -114,6 +115,20 @@ def _message(message: Any) -> dict[str, Any]:
             for tool in fields["tools"]
         ]
     return fields
+
+
+def check_tools(request: ChatCompletionRequest) -> None:
+    """Refuse tools that no call could be of; a schema of ``true`` becomes the ``{}`` that it means."""
+    for index, tool in enumerate(request.tools or ()):
+        function = tool.function
+        if not function.name:
+            raise ValueError(f"tools[{index}] has an empty name: give it as function.name.")
+        if function.parameters is True:
+            function.parameters = {}
+        if not isinstance(function.parameters, Mapping | None):
+            raise ValueError(
+                f"parameters={function.parameters!r} of tool {function.name!r}: give a JSON schema of an object."
+            )
 
 
 def _tool(tool: Any) -> dict[str, Any]:

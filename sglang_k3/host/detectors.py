@@ -16,6 +16,7 @@ from sglang.srt.function_call.core_types import ToolCallItem
 from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector, StreamingParseResult
 
 from sglang_k3.chat.channels import (
+    CUT_OFF,
     CallArguments,
     CallStart,
     ChannelParser,
@@ -23,6 +24,7 @@ from sglang_k3.chat.channels import (
     Event,
     MalformedCall,
     Reasoning,
+    ReasoningWithdrawn,
 )
 from sglang_k3.chat.scanners import TextScanner, with_opening
 from sglang_k3.chat.segments import CLOSE, END_OF_MESSAGE, OPEN, SEP
@@ -57,8 +59,7 @@ class KimiK3ReasoningDetector(BaseReasoningFormatDetector):
         self._is_first = True
 
     def detect_and_parse(self, text: str) -> StreamingParseResult:
-        whole, end = self.parse_streaming_increment(text), self.finish()
-        return StreamingParseResult(whole.normal_text + end.normal_text, whole.reasoning_text + end.reasoning_text)
+        return self._result([*self._parser.feed(text), *self._parser.finish()], text)
 
     def parse_streaming_increment(self, new_text: str) -> StreamingParseResult:
         return self._result(self._parser.feed(new_text), new_text)
@@ -68,7 +69,7 @@ class KimiK3ReasoningDetector(BaseReasoningFormatDetector):
 
     def _result(self, events: Iterable[Event], raw: str) -> StreamingParseResult:
         events = list(events)
-        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        reasoning = _reasoning_of(events)
         if not self.hands_on:
             return StreamingParseResult("".join(_content_of(event) for event in events), reasoning)
         if self._is_first and not self._thinking:
@@ -128,16 +129,28 @@ def _parser_for(tools: list[Any]) -> ChannelParser[str]:
     return ChannelParser(TextScanner(), thinking=True, tools=schemas)
 
 
+def _reasoning_of(events: Iterable[Event]) -> str:
+    """The reasoning among some events; what an earlier chunk of a stream has told cannot be taken back."""
+    reasoning = ""
+    for event in events:
+        if isinstance(event, Reasoning):
+            reasoning += event.text
+        elif isinstance(event, ReasoningWithdrawn):
+            reasoning = ""
+    return reasoning
+
+
 def _content_of(event: Event) -> str:
     """What of an event belongs into the text that the user reads.
 
-    A call that the client has not been told of would be lost: it is reported as text, without its markers.
+    A call that the client has not been told of would be lost: it is reported as text, without its markers. Not so
+    the marker of a call that the end of the turn cut off: the model has not said yet what it wants.
     """
     if isinstance(event, Content):
         return event.text
     if isinstance(event, MalformedCall):
         logger.warning("K3: malformed tool call (%s): %.500s", event.reason, event.raw)
-        if event.index is None:
+        if event.index is None and event.reason != CUT_OFF:
             return f"[malformed tool call: {event.reason}] {_without_markers(event.raw)}"
     return ""
 

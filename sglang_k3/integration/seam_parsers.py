@@ -49,9 +49,11 @@ def _process_messages(original: Callable[..., Any], serving_chat: Any, request: 
     from xgrammar import StructuralTag
 
     from sglang_k3.host.chat_constraint import turn_constraint
+    from sglang_k3.host.chat_request import check_tools
 
     if not request.separate_reasoning:
         raise ValueError("separate_reasoning=false: not supported for K3, whose reasoning has a channel of its own.")
+    check_tools(request)  # the host reads their schemas before it renders
     request.skip_special_tokens = False  # the parsers read the markers
     result = original(serving_chat, request, is_multimodal)
     tag = turn_constraint(request)

@@ -11,6 +11,8 @@ from sglang_k3.host.answer_text import AnswerText
 from sglang_k3.integration.refusals import PARSER
 from sglang_k3.integration.seam_chat import SPEC, chat_tokenizer
 
+_STREAMED_EFFORTS = ("minimal", "low", "medium", "high")  # of any other, the host's events end the connection
+
 
 def install() -> None:
     responses = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses."
@@ -19,16 +21,21 @@ def install() -> None:
 
 
 async def _create(original: Callable[..., Any], serving: Any, request: Any, raw_request: Any = None) -> Any:
-    """The host's request has no field for ``text``: a schema would be dropped without a word."""
-    if serving.chat_encoding_spec == SPEC and raw_request is not None:
-        text = (await raw_request.json()).get("text")
+    if serving.chat_encoding_spec == SPEC:
+        # The host's request has no field for ``text``: a schema would be dropped without a word.
+        text = (await raw_request.json()).get("text") if raw_request is not None else None
         wanted = text.get("format") if isinstance(text, dict) else None
         kind = wanted.get("type") if isinstance(wanted, dict) else None
         if kind not in (None, "text"):
+            problem = f"text.format of type {kind!r} does not work in /v1/responses"
             return serving.create_error_response(
-                f"text.format of type {kind!r} does not work in /v1/responses: "
-                "use response_format of /v1/chat/completions.",
-                param="text.format",
+                f"{problem}: use response_format of /v1/chat/completions.", param="text.format"
+            )
+        effort = request.reasoning.effort if request.reasoning is not None else None
+        if request.stream and effort not in (None, *_STREAMED_EFFORTS):
+            problem = f"reasoning.effort={effort!r} cannot be streamed by /v1/responses"
+            return serving.create_error_response(
+                f"{problem}: leave out stream, or use /v1/chat/completions.", param="reasoning.effort"
             )
     return await original(serving, request, raw_request)
 

@@ -180,15 +180,19 @@ def test_an_answer_may_be_asked_to_have_a_length(chat: Chat, stream: bool) -> No
     assert short + 10 <= long.usage[1] <= short + 20
 
 
-def shape(output: list[Any]) -> list[tuple[str, ...]]:
-    """The items of a response of /v1/responses, without their random ids."""
-    items: list[tuple[str, ...]] = []
-    for item in output:
-        if item.type == "function_call":
-            items.append((item.type, item.name, item.arguments))
-        else:
-            items.append((item.type, "".join(part.text for part in item.content)))
-    return items
+def respond(server: ServerProcess, *, stream: bool = False, **options: Any) -> list[tuple[str, ...]]:
+    """The items of an answer of /v1/responses, without their random ids."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    response = client.responses.create(model="kimi-k3-tiny", temperature=0, stream=stream, **options)
+    if stream:
+        *_, last = response
+        response = last.response
+    return [
+        (item.type, item.name, item.arguments)
+        if item.type == "function_call"
+        else (item.type, "".join(part.text for part in item.content))
+        for item in response.output
+    ]
 
 
 @both_ways
@@ -196,29 +200,26 @@ def shape(output: list[Any]) -> list[tuple[str, ...]]:
 def test_responses_are_split_like_chat(chat: Chat, tiny_server: ServerProcess, stream: bool, choice: Any) -> None:
     question = "What is the weather in Rome and Oslo?"
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
-    client = openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none")
-    asked = {"model": "k3", "input": question, "tools": tools, "tool_choice": choice, "temperature": 0}
-    if stream:
-        *_, last = client.responses.create(**asked, stream=True)
-        output = last.response.output
-    else:
-        output = client.responses.create(**asked).output
+    output = respond(tiny_server, stream=stream, input=question, tools=tools, tool_choice=choice)
     reply = chat(question, tools=TOOLS, tool_choice=choice)
     expected = [("reasoning", reply.reasoning)] + ([("message", reply.content)] if reply.content else [])
-    assert shape(output) == [*expected, *(("function_call", call.name, call.arguments) for call in reply.calls)]
+    assert output == [*expected, *(("function_call", call.name, call.arguments) for call in reply.calls)]
     assert bool(reply.calls) == (choice != "none")
 
 
 @both_ways
-def test_a_response_without_thinking_or_tools_of_ours(tiny_server: ServerProcess, stream: bool) -> None:
-    client = openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none")
-    asked = {"model": "k3", "input": "What is 2 plus 3?", "temperature": 0, "reasoning": {"effort": "none"}}
-    asked["tools"] = [{"type": "web_search"}]
-    if stream:
-        *_, last = client.responses.create(**asked, stream=True)
-        output = last.response.output
-    else:
-        output = client.responses.create(**asked).output
-    assert shape(output) == [("message", "2 plus 3 is 5.")]
-    with pytest.raises(openai.BadRequestError, match="text.format"):
-        client.responses.create(**asked, text={"format": {"type": "json_object"}})
+def test_a_response_where_no_call_can_be(tiny_server: ServerProcess, stream: bool) -> None:
+    asked = {"input": "What is 2 plus 3?", "tools": [{"type": "web_search"}], "reasoning": {"effort": "low"}}
+    assert respond(tiny_server, stream=stream, **asked) == [("reasoning", "A sum."), ("message", "2 plus 3 is 5.")]
+
+
+def test_a_response_without_thinking(tiny_server: ServerProcess) -> None:
+    asked = {"input": "What is 2 plus 3?", "reasoning": {"effort": "none"}}
+    assert respond(tiny_server, **asked) == [("message", "2 plus 3 is 5.")]
+    with pytest.raises(openai.BadRequestError, match="reasoning.effort='none' cannot be streamed"):
+        respond(tiny_server, stream=True, **asked)
+
+
+def test_a_response_in_a_format_is_refused(tiny_server: ServerProcess) -> None:
+    with pytest.raises(openai.BadRequestError, match="response_format of /v1/chat/completions"):
+        respond(tiny_server, input="Hello!", text={"format": {"type": "json_object"}})

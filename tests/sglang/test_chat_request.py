@@ -401,3 +401,29 @@ def test_reasoning_alone_is_reasoning_too(serving: OpenAIServingChat) -> None:
     chat = AnthropicServing(serving)._convert_to_chat_completion_request(AnthropicMessagesRequest(**body))
     turn = {"role": "assistant", "reasoning_content": "hm", "content": ""}
     assert prompt_of(serving, chat) == text_of(render([USER, turn, USER]))
+
+
+@pytest.mark.parametrize("options", [{"tool_choice": "required"}, {"tool_choice": "auto"}], ids=str)
+def test_a_schema_that_is_true_allows_anything(serving: OpenAIServingChat, options: dict[str, Any]) -> None:
+    strict = options["tool_choice"] == "auto"
+    results = []
+    for parameters in (True, {}):
+        tool = {"type": "function", "function": {"name": "find", "parameters": parameters, "strict": strict}}
+        result = serving._process_messages(request(tools=[tool], **options), False)
+        results.append((result.prompt_ids, result.tool_call_constraint))
+    assert results[0] == results[1]
+    assert results[0][1] is not None
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ({"name": "find", "parameters": False}, "parameters=False of tool 'find'"),
+        ({"name": "find", "parameters": [1]}, "of tool 'find': give a JSON schema of an object"),
+        ({"name": ""}, r"tools\[0\] has an empty name"),
+    ],
+    ids=str,
+)
+def test_a_tool_that_nobody_can_call_is_refused(function: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        render_request(request(tools=[{"type": "function", "function": function}], tool_choice="required"))

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from sglang_k3.chat.channels import (
+    CUT_OFF,
     CallArguments,
     CallEnd,
     CallStart,
@@ -360,6 +361,13 @@ def test_a_malformed_call_is_reported_in_full(body: str, raw: str | None, index:
     report = only_report(TOOLS + body + TOOLS_END + END)
     assert (report.index, report.raw) == (index, raw or body)
     assert reason in report.reason
+
+
+@pytest.mark.parametrize("marker", ["<|open|>call", '<|open|>call tool="f"'])
+@pytest.mark.parametrize("before", ["", TOOLS])
+def test_the_marker_of_a_call_that_the_turn_ends_in_is_cut_off(before: str, marker: str):
+    report = only_report(before + marker)
+    assert (report.index, report.raw, report.reason) == (None, marker, CUT_OFF)
 
 
 def test_calls_around_a_malformed_one_are_kept():
