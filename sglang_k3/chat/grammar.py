@@ -11,10 +11,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from sglang_k3.chat.schema_alternatives import Schema, alternatives, rebased
 from sglang_k3.chat.segments import CLOSE, END_OF_MESSAGE, OPEN, SEP
 
 Format = dict[str, Any]
-Schema = Mapping[str, Any]
 
 _CONTROL = [OPEN, CLOSE, SEP, END_OF_MESSAGE]
 _INDEX = {"type": "regex", "pattern": "[1-9][0-9]{0,3}"}
@@ -93,46 +93,75 @@ def _up_to_response(thinking: bool) -> list[Format]:
 def _call(tool: Mapping[str, Any], strict: str) -> Format:
     name = _escaped(tool["name"])
     schema = tool.get("parameters") or {}
-    arguments = _arguments(schema) if strict == "schema" and schema.get("properties") else [_any_arguments()]
+    try:
+        arguments = _arguments(schema) if strict == "schema" else _any_arguments({}, {})
+    except RecursionError:
+        raise ValueError(f"The schema of the tool {name!r} cannot be enforced: it is nested too deeply.") from None
     return _sequence(
         _token(OPEN),
         _text(f'call tool="{name}" index="'),
         _INDEX,
         _text('"'),
         _token(SEP),
-        *arguments,
+        arguments,
         *_close("call"),
     )
 
 
-def _arguments(schema: Schema) -> list[Format]:
-    """One argument per property, in the schema's order; those that are not required may be left out."""
-    required = set(schema.get("required", ()))
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+def _arguments(root: Schema) -> Format:
+    choices = [_arguments_of(schema, root) for schema in alternatives(root, root)]
+    return _one_of(choices, "The schema of the arguments")
+
+
+def _arguments_of(schema: Schema, root: Schema) -> Format:
+    """One argument per property, in the schema's order; those that are not required may be left out.
+
+    Arguments without a name in the schema are written only where it has no names at all.
+    """
+    for key in ("minProperties", "maxProperties"):
+        if key in schema:
+            raise ValueError(f"{key!r} in a schema of arguments cannot be enforced: leave it out.")
+    required, more = schema.get("required", ()), schema.get("additionalProperties", True)
+    properties = {
+        **schema.get("properties", {}),
+        **{key: more for key in required if key not in schema.get("properties", {})},
+    }
+    if not properties and more is not False:
+        return _any_arguments(more, root)
     formats = []
-    for key, value in schema["properties"].items():
-        argument = _argument(_text(_escaped(key)), value if isinstance(value, Mapping) else {}, shared)
-        formats.append(argument if key in required else {"type": "optional", "content": argument})
-    return formats
+    for key, value in properties.items():
+        if key in required:
+            formats.append(_argument(_text(_escaped(key)), value, root))
+        elif value is not False:
+            formats.append({"type": "optional", "content": _argument(_text(_escaped(key)), value, root)})
+    return _sequence(*formats) if formats else _text("")
 
 
-def _any_arguments() -> Format:
-    return {"type": "star", "content": _argument(_KEY, {}, {})}
+def _any_arguments(schema: Any, root: Schema) -> Format:
+    return {"type": "star", "content": _argument(_KEY, schema, root)}
 
 
-def _argument(key: Format, schema: Schema, shared: Mapping[str, Any]) -> Format:
-    choices = [_typed_argument(key, kind, schema, shared) for kind in _types_of(schema)]
+def _argument(key: Format, schema: Any, root: Schema) -> Format:
+    choices = [
+        _typed_argument(key, kind, choice, root) for choice in alternatives(schema, root) for kind in _types_of(choice)
+    ]
+    return _one_of(choices, f"The schema {json.dumps(schema)} of an argument")
+
+
+def _one_of(choices: list[Format], what: str) -> Format:
+    if not choices:
+        raise ValueError(f"{what} cannot be enforced: no value fits it.")
     return choices[0] if len(choices) == 1 else {"type": "or", "elements": choices}
 
 
-def _typed_argument(key: Format, kind: str, schema: Schema, shared: Mapping[str, Any]) -> Format:
+def _typed_argument(key: Format, kind: str, schema: Schema, root: Schema) -> Format:
     return _sequence(
         _token(OPEN),
         _text('argument key="'),
         key,
         _text(f'" type="{_XTML_TYPES[kind]}"'),
         _token(SEP),
-        _value(kind, schema, shared),
+        _value(kind, schema, root),
         *_close("argument"),
     )
 
@@ -140,8 +169,7 @@ def _typed_argument(key: Format, kind: str, schema: Schema, shared: Mapping[str,
 def _types_of(schema: Schema) -> list[str]:
     """The JSON types that a value of ``schema`` may have; all of them where the schema does not say."""
     if "const" in schema or "enum" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        return sorted({_type_of_value(value) for value in values})
+        return sorted({_type_of_value(value) for value in _values_of(schema)})
     declared = schema.get("type")
     if isinstance(declared, str):
         declared = [declared]
@@ -156,15 +184,21 @@ def _type_of_value(value: Any) -> str:
     return "null" if value is None else "object"
 
 
-def _value(kind: str, schema: Schema, shared: Mapping[str, Any]) -> Format:
+def _value(kind: str, schema: Schema, root: Schema) -> Format:
+    is_chosen = "enum" in schema or "const" in schema
+    values = [value for value in _values_of(schema) if _type_of_value(value) == kind] if is_chosen else []
     if kind == "string":
         # Strings are written raw; of the schema's limits only a choice of values is held to.
-        values = [value for value in schema.get("enum", [schema.get("const")]) if isinstance(value, str)]
-        if not values:
-            return _free_text()
-        return _text(values[0]) if len(values) == 1 else {"type": "or", "elements": [_text(v) for v in values]}
-    typed = {**shared, **schema} if "enum" in schema or "const" in schema else {**shared, **schema, "type": kind}
+        return _one_of([_text(value) for value in values], "An empty choice") if is_chosen else _free_text()
+    typed: dict[str, Any] = {"enum": values} if is_chosen else {**rebased(schema, "#/$defs/root"), "type": kind}
+    if '"$ref"' in json.dumps(typed):  # any keyword beside the type makes xgrammar take a free array for an empty one
+        typed["$defs"] = {"root": rebased(root, "#/$defs/root")}
     return _json(typed)
+
+
+def _values_of(schema: Schema) -> list[Any]:
+    values: list[Any] = schema["enum"] if "enum" in schema else [schema["const"]]
+    return values
 
 
 def _json(schema: Schema) -> Format:

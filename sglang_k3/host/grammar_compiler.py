@@ -41,7 +41,8 @@ class ControlTokenCompiler(GrammarCompiler):
         )
         self._control_ids = control_ids
 
-    def compile_structural_tag(  # type: ignore[override]  # an older signature is left out: the host does not use it
+    # The deprecated second form, of tags and triggers, is left out: the host has its own way from it to the first.
+    def compile_structural_tag(  # type: ignore[override]
         self, structural_tag: StructuralTag | str | dict[str, Any]
     ) -> CompiledGrammar:
         """xgrammar looks tokens up by the spellings that it was given, so they are named by id.

@@ -215,3 +215,101 @@ def test_a_tag_of_a_client_that_is_nested_too_deeply_is_refused(compiler) -> Non
         nested = {"type": "optional", "content": nested}
     with pytest.raises(RuntimeError, match="nested"):
         compiler.compile_structural_tag(grammar.structural_tag(nested))
+
+
+COLOUR = {"C": {"enum": ["red", "blue"]}, "P": {"type": "object", "properties": {"c": {"$ref": "#/$defs/C"}}}}
+
+
+def accepts_arguments(accepts: Any, schema: dict[str, Any], *arguments: tuple[str, str, str]) -> bool:
+    turn = grammar.tools_turn([{"name": "f", "parameters": schema}], thinking=False, at_least_one=True, parallel=False)
+    fits: bool = accepts(turn, [*RESPONSE[4:], *tools(call("f", *arguments)), *END])
+    return fits
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"$ref": "#/$defs/C"}, [("string", "red")], [("string", "Paris"), ("null", "null")]),
+        ({"$ref": "#/properties/b"}, [("number", "1")], [("string", "1"), ("number", "1.5")]),
+        ({"allOf": [{"$ref": "#/$defs/C"}], "description": "d"}, [("string", "blue")], [("string", "Paris")]),
+        (
+            {"anyOf": [{"type": "string", "enum": ["Oslo"]}, {"type": "null"}]},
+            [("string", "Oslo"), ("null", "null")],
+            [("string", "Paris"), ("number", "1")],
+        ),
+        (
+            {"oneOf": [{"$ref": "#/$defs/C"}, {"type": "array", "items": {"$ref": "#/properties/b"}}]},
+            [("string", "red"), ("array", "[1, 2]")],
+            [("string", "Paris"), ("array", '["1"]')],
+        ),
+        (
+            {"$ref": "#/$defs/P"},
+            [("object", '{"c": "red"}'), ("object", "{}")],
+            [("object", '{"c": "green"}'), ("string", "red")],
+        ),
+        (
+            {"$ref": "#"},
+            [("object", '{"a": {"a": {}, "b": 1}}'), ("object", "{}")],
+            [("object", '{"b": "1"}'), ("object", '{"a": 1}')],
+        ),
+        ({"enum": ["x", 1]}, [("string", "x"), ("number", "1")], [("number", '"x"'), ("string", "1")]),
+        ({"type": "object", "description": "d"}, [("object", '{"k": 1}')], [("string", "x")]),
+        (True, [("string", "x")], []),
+    ],
+    ids=str,
+)
+def test_a_property_is_held_to_what_its_schema_refers_to_and_combines(
+    accepts, schema: Any, good: list[tuple[str, str]], bad: list[tuple[str, str]]
+) -> None:
+    whole = {"type": "object", "properties": {"a": schema, "b": {"type": "integer"}}, "$defs": COLOUR}
+    assert accepts_arguments(accepts, whole)
+    for kind, value in good:
+        assert accepts_arguments(accepts, whole, ("a", kind, value)), value
+    for kind, value in bad:
+        assert not accepts_arguments(accepts, whole, ("a", kind, value)), value
+
+
+def test_the_arguments_are_held_to_what_their_schema_combines(accepts) -> None:
+    a, b = ({"properties": {key: {"type": "integer"}}, "required": [key]} for key in "ab")
+    one_a, one_b, both = [("a", "number", "1")], [("b", "number", "1")], [("a", "number", "1"), ("b", "number", "1")]
+    for schema, good, bad in (
+        ({"type": "object", "oneOf": [a, b]}, [one_a, one_b], [[], both]),
+        ({"allOf": [a, b]}, [both], [one_a, one_b]),
+        ({"$ref": "#/$defs/A", "$defs": {"A": a}}, [one_a], [[], one_b]),
+        ({"type": "object", "required": ["a"]}, [one_a, [("a", "string", "x")]], [[], one_b]),
+        ({**a, "required": ["a", "b"]}, [both], [one_a]),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, [[], both], [[("a", "string", "x")]]),
+        ({"type": "object", "properties": {}, "additionalProperties": False}, [[]], [one_a]),
+        ({"properties": {"a": False, "b": {}}}, [[], one_b], [one_a]),
+    ):
+        assert all(accepts_arguments(accepts, schema, *arguments) for arguments in good), schema
+        assert not any(accepts_arguments(accepts, schema, *arguments) for arguments in bad), schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"not": {"type": "string"}}, "'not'"),
+        ({"if": {"type": "string"}, "then": {"minLength": 1}}, "'if'"),
+        ({"$ref": "#/$defs/none"}, "nothing there"),
+        ({"$ref": "https://example.org/x"}, "same schema"),
+        ({"$ref": "#/properties/a"}, "leads back"),
+        ({"anyOf": [{"$ref": "#/properties/a"}]}, "leads back"),
+        ({"allOf": [{"minimum": 1}, {"minimum": 2}]}, "'minimum'"),
+        ({"allOf": [{"anyOf": [{"minimum": 1}, {}]}, *[{"anyOf": [{}, {}]}] * 8]}, "alternatives"),
+        ({"anyOf": []}, "no value"),
+        ("string", "object or a boolean"),
+        (False, "no value"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_held_to_is_refused(schema: Any, says: str) -> None:
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}, "required": ["a"]}}
+    with pytest.raises(ValueError, match=says):
+        grammar.tools_turn([tool], thinking=True, at_least_one=True, parallel=True)
+
+
+def test_limits_over_all_arguments_are_refused() -> None:
+    for schema, says in (({"minProperties": 1}, "'minProperties'"), ({"dependentRequired": {}}, "'dependentRequired'")):
+        with pytest.raises(ValueError, match=says):
+            grammar.tools_turn([{"name": "f", "parameters": schema}], thinking=True, at_least_one=True, parallel=True)
