@@ -24,8 +24,6 @@ def install_scheduler() -> None:
     HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", _sample, HookType.AROUND)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler._relay_forward_payload", _relay, HookType.AROUND)
     HookRegistry.register("sglang.srt.managers.schedule_batch.Req.update_finish_state", _finish, HookType.AROUND)
-    accept = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept"
-    HookRegistry.register(accept, _send, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_finished_req", _release, HookType.AROUND
     )
@@ -89,13 +87,6 @@ def _finish(original: Callable[..., None], req: Any, *args: Any, **kwargs: Any) 
 
     abort_if_marked(req)
     original(req, *args, **kwargs)
-
-
-def _send(original: Callable[..., None], accumulator: Any, *, req: Any) -> None:
-    from sglang_k3.host.broken_rows import unmark_logprobs
-
-    unmark_logprobs(req)
-    original(accumulator, req=req)
 
 
 def _release(original: Callable[..., None], tree: Any, req: Any, *args: Any, **kwargs: Any) -> None:

@@ -155,7 +155,6 @@ SEAMS: tuple[Seam, ...] = (
             "sglang.srt.layers.sampler.Sampler.forward",
             "sglang.srt.managers.scheduler.Scheduler._relay_forward_payload",
             "sglang.srt.managers.schedule_batch.Req.update_finish_state",
-            "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",
             "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_finished_req",
             "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties",
         ),
@@ -202,7 +201,8 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         name="begin of an answer",
         targets=("sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",),
-        why="the host takes the first log-prob for sent when a request is retracted before its first token",
+        why="the host takes the first log-prob for sent when a request is retracted before its first token, and dies "
+        "of the mark of a broken row among log-probs",
         until="a check for tokens there",
         scope="scheduler",
         module="seam_stream",

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_k3.host.broken_rows import NONE_ALLOWED, NOT_FINITE, abort_if_marked, disarm
+from sglang_k3.host.broken_rows import NONE_ALLOWED, NOT_FINITE, abort_if_marked, disarm, unmark_logprobs
 from sglang_k3.integration.seam_requests import _finish, _relay, _release, _sample
 
 pytestmark = pytest.mark.sglang
@@ -55,6 +55,13 @@ def test_the_next_step_is_given_a_token_and_the_scheduler_the_mark() -> None:
     _relay(lambda _, __, result: relayed.append(result.next_token_ids.tolist()), None, None, result)
     assert relayed == [[5, 0]]
     assert result.next_token_ids.tolist() == [5, NOT_FINITE]
+
+
+@pytest.mark.parametrize(("last", "sent"), [(7, 7), (NOT_FINITE, 0), (NONE_ALLOWED, 0)])
+def test_log_probs_are_sent_of_tokens_only(last: int, sent: int) -> None:
+    logprob = SimpleNamespace(output_token_logprobs_idx=[5, last])
+    unmark_logprobs(SimpleNamespace(return_logprob=True, logprob=logprob))
+    assert logprob.output_token_logprobs_idx == [5, sent]
 
 
 def request(*output_ids: int, max_new_tokens: int = 8) -> Req:

@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
 
-from sglang_k3.integration.seam_stream import _not_before_the_first_token
+from sglang_k3.integration.seam_stream import _send
 
 pytestmark = pytest.mark.sglang
 
@@ -49,7 +49,7 @@ def sent_logprobs(accept: Any) -> list[float]:
 
 
 def test_the_first_logprob_is_sent() -> None:
-    assert sent_logprobs(partial(_not_before_the_first_token, _GenerationStreamAccumulator.accept)) == [-0.5]
+    assert sent_logprobs(partial(_send, _GenerationStreamAccumulator.accept)) == [-0.5]
 
 
 def test_without_the_seam_it_is_not() -> None:

@@ -36,6 +36,8 @@ def test_the_ledger_is_complete() -> None:
     """Each module that installs a seam is in the ledger, and each entry says why and until when."""
     folder = Path(inspect.getfile(compat)).parent
     assert {path.stem for path in folder.glob("seam_*.py")} == {seam.module for seam in SEAMS}
+    targets = [target for seam in SEAMS for target in seam.targets]
+    assert len(targets) == len(set(targets)), "the host applies one hook of a target and drops the others"
     for seam in SEAMS:
         assert seam.targets and seam.why and seam.until
         assert callable(seam.install)
