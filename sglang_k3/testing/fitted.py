@@ -55,17 +55,22 @@ def save(name: str, weights: Mapping[str, Tensor], folder: Path = DATA) -> list[
             stored[key] = weight.bfloat16()
         else:
             stored[key], stored[key + _EXPONENT] = _encode_rows(weight)
-    total = sum(tensor.nbytes for tensor in stored.values())
-    files: list[dict[str, Tensor]] = [{} for _ in range(NUM_FILES)]
-    written = 0
-    for key, tensor in stored.items():
-        files[written * NUM_FILES // total][key] = tensor.contiguous()
-        written += tensor.nbytes
     folder.mkdir(parents=True, exist_ok=True)
     paths = _paths(name, folder)
-    for path, tensors in zip(paths, files, strict=True):
+    for path, tensors in zip(paths, split_by_bytes(stored, NUM_FILES), strict=True):
         save_file(tensors, path)
     return paths
+
+
+def split_by_bytes(tensors: Mapping[str, Tensor], num_parts: int) -> list[dict[str, Tensor]]:
+    """Parts of about the same size, in the order of ``tensors``, each tensor contiguous."""
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    parts: list[dict[str, Tensor]] = [{} for _ in range(num_parts)]
+    written_bytes = 0
+    for name, tensor in tensors.items():
+        parts[written_bytes * num_parts // total_bytes][name] = tensor.contiguous()
+        written_bytes += tensor.nbytes
+    return parts
 
 
 def load(name: str, *, packed_experts: bool, folder: Path = DATA) -> dict[str, Tensor]:

@@ -85,18 +85,13 @@ def write_tiny(
 
 
 def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Split by bytes, in the order of generation, so that layers stay together and both shards hold text tensors."""
-    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    shards: list[dict[str, Tensor]] = [{} for _ in range(NUM_SHARDS)]
-    written_bytes = 0
-    for name, tensor in tensors.items():
-        shards[written_bytes * NUM_SHARDS // total_bytes][name] = tensor.contiguous()
-        written_bytes += tensor.nbytes
+    """Split in the order of generation, so that layers stay together and both shards hold text tensors."""
     weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards, start=1):
+    for i, shard in enumerate(fitted.split_by_bytes(tensors, NUM_SHARDS), start=1):
         file = f"model-{i:05d}-of-{NUM_SHARDS:05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(folder / "model.safetensors.index.json", index)
 
