@@ -93,12 +93,17 @@ class KimiK3ToolCallDetector(BaseFormatDetector):
     def supports_structural_tag(self) -> bool:
         return True
 
-    def structure_info(self) -> Any:
-        raise NotImplementedError("K3 calls are constrained turn by turn, see sglang_k3.chat.grammar")
-
     def get_structural_tag(self, tools: Any = None, tool_choice: Any = "auto", thinking_mode: bool = False) -> Any:
-        """Constraints need the whole request; ``integration.seam_chat`` puts the real one in this one's place."""
+        """Constraints need the whole request; ``integration.seam_parsers`` puts the real one in this one's place."""
         return {}
+
+    def structure_info(self) -> Any:
+        """Abstract in the base class, for formats whose calls begin and end with fixed strings; K3's do not.
+
+        The host asks for it only where ``get_structural_tag`` gives nothing, so never here; its own detectors without
+        such strings refuse in the same way.
+        """
+        raise NotImplementedError("K3 calls are constrained turn by turn, see sglang_k3.chat.grammar")
 
     def detect_and_parse(self, text: str, tools: list[Any]) -> ToolParseResult:
         parser = _parser_for(tools)
