@@ -120,9 +120,11 @@ def as_row(result: Result, command: str) -> Row:
 def time_case(impl: Impl, inputs: Inputs) -> tuple[str, float]:
     """Metric and microseconds of one call."""
 
-    def call() -> None:
-        impl.fn(*inputs.args, **inputs.kwargs)
+    return time_call(lambda: impl.fn(*inputs.args, **inputs.kwargs))
 
+
+def time_call(call: Callable[[], object]) -> tuple[str, float]:
+    """Metric and microseconds of a call, with a cold L2 cache."""
     flushed = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
 
     def flush() -> None:

@@ -23,11 +23,12 @@ from functools import partial
 
 import torch
 from kernel_sizes import EXPERT_WIDTH, EXPERTS, LATENT, TOP_K
-from kernels import BYTES_PER_US, CALLS, FLUSH_BYTES, OPERATIONS_PER_US, REPLAYS, captured, median_us
+from kernels import floor_us, time_call
 from rows import Row, save
 from torch import Tensor
 
 from sglang_k3.kernels import OpContext, bind
+from sglang_k3.kernels.case_kit import Cost
 
 BF16 = torch.bfloat16
 ACTIVATION = {"beta": 4.0, "linear_beta": 25.0}
@@ -51,15 +52,16 @@ def main() -> None:
         for tokens in args.tokens:
             ids = choices(routing, tokens)
             hit = ids.unique().numel()
-            floor = floor_us(tokens, hit)
+            floor = floor_us(cost(tokens, hit))
             calls = {"triton": partial(ours, weights, ids)}
             if args.tile is None:
                 calls["dense-bf16"] = partial(dense, tokens, hit)
             for name, make in calls.items():
+                metric, us = time_call(make())
                 row = Row(
                     case=f"latent_experts/{routing}-{tokens}/{name}",
-                    metric="us",
-                    value=round(time_us(make()), 2),
+                    metric=metric,
+                    value=round(us, 2),
                     unit="us",
                     baseline=round(floor, 2),
                     command=command,
@@ -90,9 +92,9 @@ def choices(routing: str, tokens: int) -> Tensor:
     return order[torch.arange(tokens * TOP_K, device="cuda") % EXPERTS].view(tokens, TOP_K)
 
 
-def floor_us(tokens: int, hit: int) -> float:
+def cost(tokens: int, hit: int) -> Cost:
     num_bytes = hit * EXPERT_ELEMENTS * 17 // 32 + 2 * tokens * LATENT * BF16.itemsize
-    return max(num_bytes / BYTES_PER_US, 2 * tokens * TOP_K * EXPERT_ELEMENTS / OPERATIONS_PER_US)
+    return Cost(num_bytes, 2 * tokens * TOP_K * EXPERT_ELEMENTS)
 
 
 def ours(weights: dict[str, Tensor], ids: Tensor) -> Callable[[], Tensor]:
@@ -119,19 +121,6 @@ def dense(tokens: int, hit: int) -> Callable[[], Tensor]:
         return torch.bmm(hidden.view(hit, -1, EXPERT_WIDTH), w2.transpose(1, 2))
 
     return call
-
-
-def time_us(call: Callable[[], Tensor]) -> float:
-    flushed = torch.zeros(FLUSH_BYTES // 4, device="cuda")
-
-    def flush() -> None:
-        flushed.amax()
-
-    flush()
-    call()  # compiles
-    with_calls, without = captured(lambda: (flush(), call())), captured(flush)
-    assert with_calls is not None and without is not None, "a call waits for the device"
-    return (median_us(with_calls.replay, REPLAYS) - median_us(without.replay, REPLAYS)) / CALLS
 
 
 if __name__ == "__main__":

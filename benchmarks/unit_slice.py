@@ -15,18 +15,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 
 import torch
+from kernels import floor_us, median_us
 from rows import Row, save
 from slice_model import DEVICE, Batch, Pools, UnitSlice, one_process
 from torch import Tensor
 
-BYTES_PER_MS = 4.21e9
-OPERATIONS_PER_MS = 790e9
+from sglang_k3.kernels.case_kit import Cost
+
 BATCHES, CONTEXTS = (1, 4, 16, 64, 256), (1024, 32768, 131072)
 PROMPTS = ((1, 1024), (16, 1024), (1, 8192), (1, 32768))
 ROUTINGS = ("distinct", "collapsed")
@@ -129,15 +129,7 @@ def captured(unit: UnitSlice, batch: Batch) -> Callable[[], object]:
 def median_ms(step: Callable[[], object]) -> float:
     for _ in range(2):
         step()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return median_us(step, REPEATS) / 1000
 
 
 def print_profile(step: Callable[[], object]) -> None:
@@ -179,7 +171,7 @@ def floor_ms(unit: UnitSlice, shape: Shape, topk_ids: Tensor) -> float:
     layers = len(unit.config.kda_layers)
     reads = 2 if shape.is_decode else 1  # a prompt starts from nothing
     parts.append((requests * state * 4 * reads * layers, 6 * tokens * state * layers))
-    return sum(max(num_bytes / BYTES_PER_MS, operations / OPERATIONS_PER_MS) for num_bytes, operations in parts)
+    return sum(floor_us(Cost(*part)) for part in parts) / 1000
 
 
 def as_row(case: str, value: float, floor: float, command: str) -> Row:
