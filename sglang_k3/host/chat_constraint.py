@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_k3.chat import grammar
 from sglang_k3.host.chat_request import is_thinking
+from sglang_k3.host.request_limits import check_depth
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
@@ -15,6 +16,10 @@ def turn_constraint(request: ChatCompletionRequest) -> dict[str, Any] | None:
     """The structural tag of the whole assistant turn, or None where the model is free.
 
     A tool choice of "auto" leaves the model free unless a tool is strict or parallel calls are off.
+
+    Raises:
+        ValueError: a schema is too deep, or cannot be held to. Schemas are compiled here, in the process that answers
+            everyone, and not only in the scheduler.
     """
     thinking, schema = is_thinking(request), _response_schema(request)
     if request.tools:
@@ -42,6 +47,8 @@ def _turn_with_tools(
     strict = required or any(function.strict for function in functions)
     if not strict and request.parallel_tool_calls and schema is None:
         return None
+    for function in functions:
+        check_depth(f"parameters of tool {function.name!r}", function.parameters)
     return grammar.tools_turn(
         [{"name": function.name, "parameters": function.parameters} for function in functions],
         thinking=thinking,
@@ -59,4 +66,5 @@ def _response_schema(request: ChatCompletionRequest) -> dict[str, Any] | None:
     if wanted.type == "json_object":
         return {"type": "object"}
     schema: dict[str, Any] = wanted.json_schema.schema_
+    check_depth("response_format", schema)
     return schema

@@ -227,10 +227,22 @@ def _check_grammars(params: SamplingParams) -> None:
         _require(text != "", name, text, "a grammar; leave it out for none")
         if name in ("json_schema", "structural_tag"):
             try:
-                depth = _depth(json.loads(text))
+                value = json.loads(text)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{name}={_shown(text)} is not JSON: {error}.") from None
-            _require(depth <= MAX_DEPTH, name, f"{depth} levels", f"at most {MAX_DEPTH} deep; make it flatter")
+            check_depth(name, value)
+
+
+def check_depth(name: str, value: Any) -> None:
+    """Refuse what takes too long to compile to a grammar.
+
+    Args:
+        value: parsed JSON, of which levels of objects and arrays count.
+    Raises:
+        ValueError: it is too deep.
+    """
+    depth = _depth(value)
+    _require(depth <= MAX_DEPTH, name, f"{depth} levels", f"at most {MAX_DEPTH} deep; make it flatter")
 
 
 def _depth(value: Any) -> int:

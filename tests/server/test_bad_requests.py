@@ -194,6 +194,13 @@ ENDPOINTS = {
         ),
         "tool",
     ),
+    "response as deep as a well": (
+        "/v1/chat/completions",
+        chat(
+            response_format={"type": "json_schema", "json_schema": {"name": "well", "schema": nested_schema(300)}},
+        ),
+        "levels",
+    ),
     "arguments as deep as a well": ("/v1/chat/completions", chat(messages=call_with("[" * 50_000)), "context"),
     "long arguments": ("/v1/chat/completions", chat(messages=call_with(json.dumps({"a": "x" * 100_000}))), "context"),
     "message with an image": (

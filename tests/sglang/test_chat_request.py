@@ -18,6 +18,7 @@ from sglang.srt.plugins import load_plugins
 from sglang_k3.chat.encoding import render
 from sglang_k3.config import ARCHITECTURE
 from sglang_k3.host import chat_request
+from sglang_k3.host.chat_constraint import turn_constraint
 from sglang_k3.host.chat_request import encoding_options, is_thinking, render_request
 from sglang_k3.integration import seam_chat
 from tests.kit.chat import CONTROL, text_of
@@ -333,6 +334,30 @@ def test_a_schema_as_deep_as_a_well_is_a_mistake_of_the_client(serving: OpenAISe
     for chat in (request(tools=[deep_tool]), request(response_format=wanted)):
         with pytest.raises(ValueError, match="deep"):
             serving._process_messages(chat, False)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels // 2):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize("levels", [120, 140])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_schema_is_compiled_only_if_it_is_not_too_deep(levels: int, strict: bool) -> None:
+    function = {"name": "well", "parameters": nested(levels), "strict": strict}
+    tools = [{"type": "function", "function": function}]
+    wanted = {"type": "json_schema", "json_schema": {"name": "well", "schema": nested(levels)}}
+    asked = [request(response_format=wanted), request(tools=tools, tool_choice="auto" if strict else "required")]
+    for chat in asked:
+        if levels < 128:
+            assert turn_constraint(chat) is not None
+        else:
+            with pytest.raises(ValueError, match="141 levels.*at most 128 deep"):
+                turn_constraint(chat)
+    if not strict:  # what is not enforced is not compiled
+        assert turn_constraint(request(tools=tools)) is None
 
 
 def test_another_model_is_left_alone(serving: OpenAIServingChat) -> None:
