@@ -20,7 +20,7 @@ from rows import ROOT, Row, save
 from sglang_k3.testing.cache import ensure_tiny
 from sglang_k3.testing.client import Client
 from sglang_k3.testing.continuations import SequenceSet, ensure_continuations
-from sglang_k3.testing.server import ServerProcess, sglang_command
+from sglang_k3.testing.server import ServerProcess, sglang_command, unwind_on_signals
 from sglang_k3.testing.soak import EAGER, SMALL_POOLS, Report, plan, soak
 
 CACHE = ROOT / ".cache" / "soak"
@@ -37,6 +37,7 @@ def main() -> None:
     args = parser.parse_args()
     if (args.url is None) != (args.log is None):
         parser.error("--url and --log belong together: leaks and retractions are told by the log alone.")
+    unwind_on_signals()
     report = run(args)
     for fault in report.faults[:50]:
         print(fault)

@@ -17,7 +17,7 @@ import time
 
 from rows import ROOT, Row, save
 
-from sglang_k3.testing.server import ServerProcess, sglang_command
+from sglang_k3.testing.server import ServerProcess, sglang_command, unwind_on_signals
 
 ANSWER_LIMIT_S = 60.0
 MEMORY_LIMIT_GB = 4.0
@@ -28,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", action="store_true", help="time `make test` as well")
     args = parser.parse_args()
+    unwind_on_signals()
     seconds_to_answer()  # the first start fills the file cache and writes the tiny model
     rows = [
         Row(

@@ -14,12 +14,11 @@ import argparse
 import json
 import shlex
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
 
-from sglang_k3.testing.server import ServerError, ServerProcess, sglang_command
+from sglang_k3.testing.server import ServerError, ServerProcess, sglang_command, unwind_on_signals
 
 LOG_PATH = Path(__file__).resolve().parents[1] / ".cache" / "serve.log"
 SPINNER = "|/-\\"
@@ -29,8 +28,7 @@ QUESTION = "Hello! Who are you?"
 def main() -> int:
     args = parse_arguments()
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # an answer may not fit the charset
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+    unwind_on_signals()
     progress = Progress()
     server = ServerProcess(
         sglang_command(args.model, *args.flags), port=args.port or None, log_path=LOG_PATH, on_wait=progress.show
@@ -63,11 +61,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
     parser.add_argument("flags", nargs="*", help="more flags for the stock command, after `--`")
     return parser.parse_args()
-
-
-def interrupt(number: int, frame: object) -> None:
-    """Python leaves SIGTERM and SIGHUP deadly, and SIGINT ignored in a background job; here all three unwind."""
-    raise KeyboardInterrupt
 
 
 def ask(server: ServerProcess, model: str) -> None:

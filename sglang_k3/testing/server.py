@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HOST = "127.0.0.1"
 POLL_S = 0.2
 KILL_LIMIT_S = 5.0
@@ -45,6 +46,19 @@ class ServerError(RuntimeError):
 def sglang_command(model: str, *flags: str) -> list[str]:
     """The stock command that serves ``model``, run by this interpreter; ``ServerProcess`` adds host and port."""
     return [sys.executable, "-m", "sglang.launch_server", "--model", model, *flags]
+
+
+def unwind_on_signals() -> None:
+    """Let every signal that asks this program to end unwind it, as Ctrl-C does, so that its servers end too.
+
+    Python leaves SIGTERM and SIGHUP deadly, and SIGINT ignored in a background job.
+    """
+    for number in ENDING_SIGNALS:
+        signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 class ServerProcess(Client):

@@ -245,13 +245,12 @@ def test_the_environment_is_the_one_that_was_given(fake: Fake):
 
 
 def test_sigterm_to_the_program_that_serves_ends_every_process(fake: Fake, tmp_path: Path):
-    """What `make serve` relies on, with its own signal handler in a process of its own."""
+    """What `make serve` and the soak rely on, in a process of its own."""
     program = f"""
-import signal, sys, time
+import time
 from pathlib import Path
-from examples.serve_tiny import interrupt
-from sglang_k3.testing.server import ServerProcess
-signal.signal(signal.SIGTERM, interrupt)
+from sglang_k3.testing.server import ServerProcess, unwind_on_signals
+unwind_on_signals()
 with ServerProcess({fake.command("serves")!r}, log_path=Path({str(fake.log_path)!r}), stop_grace_s=0.3):
     print("up", flush=True)
     time.sleep(600)
