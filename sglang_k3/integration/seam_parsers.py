@@ -77,19 +77,21 @@ def _call_id(original: Callable[..., str], serving_chat: Any, call_item: Any, hi
     return call_id(call_item.name, history_tool_calls_cnt + call_item.tool_index)
 
 
-def _is_read_from_ids(serving_chat: Any, request: Any) -> bool:
-    """Whether the parsers may see what the ids say; a stop string was found in the text, and cut from it."""
-    return serving_chat.reasoning_parser == PARSER and not request.stop and not request.stop_regex
+def is_read_from_ids(serving: Any, *stops: Any) -> bool:
+    """Whether the parsers may see what the ids say; what stops at a string was found in the text, and cut from it."""
+    return serving.reasoning_parser == PARSER and not any(stops)
 
 
-def _answer_text(serving_chat: Any, request: Any, *, is_incremental: bool) -> AnswerText:
-    writer = chat_tokenizer(serving_chat.tokenizer_manager.tokenizer).marked_text()
-    return AnswerText(writer, is_incremental=is_incremental, keeps_stop_token=request.no_stop_trim)
+def answer_text(serving: Any, *, is_incremental: bool, keeps_stop_token: bool) -> AnswerText:
+    """For a new answer of a chat endpoint; arguments as in ``AnswerText``."""
+    writer = chat_tokenizer(serving.tokenizer_manager.tokenizer).marked_text()
+    return AnswerText(writer, is_incremental=is_incremental, keeps_stop_token=keeps_stop_token)
 
 
 def _from_ids(original: Callable[..., Any], serving_chat: Any, request: Any, ret: list[Any], created: int) -> Any:
-    if _is_read_from_ids(serving_chat, request):
-        texts = [_answer_text(serving_chat, request, is_incremental=False) for _ in ret]
+    if is_read_from_ids(serving_chat, request.stop, request.stop_regex):
+        keeps = request.no_stop_trim
+        texts = [answer_text(serving_chat, is_incremental=False, keeps_stop_token=keeps) for _ in ret]
         ret = [item | {"text": text.add(item)} for text, item in zip(texts, ret, strict=True)]
     return original(serving_chat, request, ret, created)
 
@@ -104,12 +106,13 @@ def _stream_from_ids(
     request: Any,
     finish_reason_type: str | None = None,
 ) -> Any:
-    if _is_read_from_ids(serving_chat, request):
+    if is_read_from_ids(serving_chat, request.stop, request.stop_regex):
         # The host keeps what belongs to a choice of a stream in this dictionary, so it ends with the stream.
         key = ("marked", index)
         if key not in parsers:
             is_incremental = serving_chat.tokenizer_manager.server_args.incremental_streaming_output
-            parsers[key] = _answer_text(serving_chat, request, is_incremental=is_incremental)
+            keeps = request.no_stop_trim
+            parsers[key] = answer_text(serving_chat, is_incremental=is_incremental, keeps_stop_token=keeps)
         delta = parsers[key].add(content)
     return original(serving_chat, index, delta, parsers, content, request, finish_reason_type)
 

@@ -8,8 +8,8 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_k3.host.answer_text import AnswerText
-from sglang_k3.integration.refusals import PARSER
-from sglang_k3.integration.seam_chat import SPEC, chat_tokenizer
+from sglang_k3.integration.seam_chat import SPEC
+from sglang_k3.integration.seam_parsers import answer_text, is_read_from_ids
 
 _STREAMED_EFFORTS = ("minimal", "low", "medium", "high")  # of any other, the host's events end the connection
 
@@ -54,16 +54,11 @@ def _generate(
     if serving.chat_encoding_spec == SPEC:
         sampling_params["skip_special_tokens"] = False  # the request has the same dictionary
     outputs = original(serving, request_id, prompt, request, sampling_params, context, **kwargs)
-    # A stop string was found in the host's text, and cut from it.
-    if serving.reasoning_parser != PARSER or sampling_params.get("stop"):
+    if not is_read_from_ids(serving, sampling_params.get("stop")):
         return outputs
-    manager = serving.tokenizer_manager
-    is_incremental = bool(request.stream and manager.server_args.incremental_streaming_output)
-    answer = AnswerText(
-        chat_tokenizer(manager.tokenizer).marked_text(),
-        is_incremental=is_incremental,
-        keeps_stop_token=sampling_params.get("no_stop_trim", False),
-    )
+    is_incremental = bool(request.stream and serving.tokenizer_manager.server_args.incremental_streaming_output)
+    keeps = sampling_params.get("no_stop_trim", False)
+    answer = answer_text(serving, is_incremental=is_incremental, keeps_stop_token=keeps)
     return _with_text(outputs, answer, is_incremental)
 
 
