@@ -1,4 +1,4 @@
-"""Functions of fp32 for the Triton kernels, in the interpreter too, as exact as what becomes of their result needs.
+"""What the Triton kernels share: functions of fp32, in the interpreter too, as exact as what becomes of them needs.
 
 For a result in fp32 they are as exact as those of torch, to one or two ulp: ``tl.exp`` loses a bit for every doubling
 of its argument, there is no ``tl.tanh``, and ``/`` is not rounded correctly; libdevice has better ones, but not for the
@@ -8,8 +8,17 @@ interpreter. A result that is rounded to 16 bits takes the instructions of the d
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -45,5 +54,40 @@ def tanh(x, dtype: tl.constexpr = tl.float32):
 
 
 @triton.jit
+def soft_cap(x, limit, dtype: tl.constexpr = tl.float32):
+    """``limit * tanh(x / limit)``, of which SiTU has two."""
+    return limit * tanh(x * tl.div_rn(1.0, limit) if dtype != tl.float32 else tl.div_rn(x, limit), dtype)
+
+
+@triton.jit
+def normalise(x, weight, width, eps, dtype: tl.constexpr):
+    """The row ``x``, fp32 and zero past ``width``, in ``dtype``: RMSNorm, rounded before the weight."""
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x) / width + eps))
+    normed = (x * inverse).to(dtype).to(tl.float32)
+    return (normed * weight.to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def online_softmax(scores, peak, mass):
+    """One step of a running softmax in base 2: new peak, new mass, weights of the scores, factor of what came before.
+
+    A row that has seen no finite score keeps peak -inf and mass 0.
+    """
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores - base[:, None])
+    factor = tl.exp2(peak - base)
+    return new_peak, mass * factor + tl.sum(weights, axis=1), weights, factor
+
+
+@triton.jit
 def _divide(x, y, dtype: tl.constexpr):
     return x / y if dtype != tl.float32 else tl.div_rn(x, y)
+
+
+def dot_dtype(*tensors: Tensor) -> tl.dtype:
+    """What the matrix units multiply: the 16-bit dtype that all tensors share, else fp32."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1 or torch.float32 in dtypes:
+        return tl.float32
+    return tl.bfloat16 if torch.bfloat16 in dtypes else tl.float16

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_k3.kernels.rms_norm.triton_impl import normalise
+from sglang_k3.kernels.triton_math import normalise
 
 if TYPE_CHECKING:
     from torch import Tensor

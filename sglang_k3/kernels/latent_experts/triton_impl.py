@@ -23,8 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_k3.kernels.mla_decode.triton_impl import dot_dtype
-from sglang_k3.kernels.triton_math import sigmoid, tanh
+from sglang_k3.kernels.triton_math import dot_dtype, sigmoid, soft_cap
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -328,20 +327,15 @@ def _expert_linear(
     total = total.to(dtype)
     if GATE_UP:
         gate, up = tl.split(tl.permute(tl.reshape(total.to(tl.float32), [N // 2, 2, M]), (0, 2, 1)))
-        total = (_situ(gate, beta) * (up if linear_beta is None else _cap(up, linear_beta))).to(dtype)
+        total = (_situ(gate, beta) * (up if linear_beta is None else soft_cap(up, linear_beta))).to(dtype)
         places = tile * (N // 2) + tl.arange(0, N // 2)
     out_rows = out + pairs[None, :].to(tl.int64) * width
     tl.store(out_rows + places[:, None], total, mask=(pairs[None, :] >= 0) & (places[:, None] < width))
 
 
 @triton.jit
-def _cap(x, limit):
-    return limit * tanh(tl.div_rn(x, limit))
-
-
-@triton.jit
 def _situ(gate, beta):
-    return _cap(gate, beta) * sigmoid(gate)
+    return soft_cap(gate, beta) * sigmoid(gate)
 
 
 @triton.jit

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_k3.kernels.triton_math import LN_2, LOG2_E, dot_dtype, online_softmax
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -24,8 +26,6 @@ MIN_SPAN, LONG_SPAN = tl.constexpr(256), tl.constexpr(1024)  # rows of a split
 FEW_SPLITS, MAX_SPLITS = tl.constexpr(4), tl.constexpr(64)
 SEQS = tl.constexpr(128)  # lists whose splits are counted at once
 MERGE_S = tl.constexpr(8)
-LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_E = 1.4426950408889634
 
 
 def mla_decode(
@@ -88,14 +88,6 @@ def max_splits(num_seqs: int, num_rows: int) -> int:
     return min(short, long)
 
 
-def dot_dtype(*tensors: Tensor) -> tl.dtype:
-    """What the matrix units multiply: the 16-bit dtype that all tensors share, else fp32."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) > 1 or torch.float32 in dtypes:
-        return tl.float32
-    return tl.bfloat16 if torch.bfloat16 in dtypes else tl.float16
-
-
 def _tile(num_heads: int, dtype: tl.dtype) -> tuple[int, int, int, int]:
     """Heads and rows of a tile, warps and pipeline stages."""
     if dtype == tl.float32:
@@ -103,19 +95,6 @@ def _tile(num_heads: int, dtype: tl.dtype) -> tuple[int, int, int, int]:
     if num_heads > 32:
         return 64, 64, 8, 3  # the queries and two tiles of rows fill the shared memory of a Hopper GPU
     return (16 if num_heads <= 16 else 32), 32, 8, 4
-
-
-@triton.jit
-def online_softmax(scores, peak, mass):
-    """One step of a running softmax in base 2: new peak, new mass, weights of the scores, factor of what came before.
-
-    A row that has seen no finite score keeps peak -inf and mass 0.
-    """
-    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2(scores - base[:, None])
-    factor = tl.exp2(peak - base)
-    return new_peak, mass * factor + tl.sum(weights, axis=1), weights, factor
 
 
 @triton.jit

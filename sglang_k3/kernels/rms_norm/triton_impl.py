@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_k3.kernels.triton_math import normalise
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -42,11 +44,3 @@ def _rms_norm(x_ptr, weight_ptr, out_ptr, width, eps, x_row, x_col, weight_col, 
     x = tl.load(x_ptr + row * x_row + cols * x_col, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + cols * weight_col, mask=inside, other=0.0)
     tl.store(out_ptr + row * width + cols, normalise(x, weight, width, eps, out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def normalise(x, weight, width, eps, dtype: tl.constexpr):
-    """The row ``x``, fp32 and zero past ``width``, in ``dtype``; ``depth_mix`` normalises its result with it."""
-    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x) / width + eps))
-    normed = (x * inverse).to(dtype).to(tl.float32)
-    return (normed * weight.to(dtype).to(tl.float32)).to(dtype)

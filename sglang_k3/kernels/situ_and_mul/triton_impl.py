@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_k3.kernels.triton_math import sigmoid, tanh
+from sglang_k3.kernels.triton_math import sigmoid, soft_cap
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,12 +35,7 @@ def _situ_and_mul(gate_up_ptr, out_ptr, width, beta, linear_beta, row_stride, co
     gate = tl.load(gate_ptr + cols * col_stride, mask=inside).to(tl.float32)
     up = tl.load(gate_ptr + (cols + width) * col_stride, mask=inside).to(tl.float32)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    activated = _cap(gate, beta, dtype) * sigmoid(gate, dtype)
+    activated = soft_cap(gate, beta, dtype) * sigmoid(gate, dtype)
     if linear_beta is not None:
-        up = _cap(up, linear_beta, dtype)
+        up = soft_cap(up, linear_beta, dtype)
     tl.store(out_ptr + row * width + cols, (activated * up).to(dtype), mask=inside)
-
-
-@triton.jit
-def _cap(x, limit, dtype: tl.constexpr):
-    return limit * tanh(x * tl.div_rn(1.0, limit) if dtype != tl.float32 else tl.div_rn(x, limit), dtype)
