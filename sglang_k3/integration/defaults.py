@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.utils import get_device
 
-from sglang_k3.checkpoint.audit import audit_folder, read_config
 from sglang_k3.config import MXFP4_GROUP_SIZE, K3Config, with_overrides
 from sglang_k3.errors import ConfigError
 from sglang_k3.integration.names import resolve
 from sglang_k3.integration.refusals import ATTENTION_BACKEND, PARSER, refuse_unsupported
+from sglang_k3.weights.audit import audit_folder, read_config
 
 if TYPE_CHECKING:
     from sglang_k3.integration.server_args import K3ServerArgs

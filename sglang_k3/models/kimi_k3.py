@@ -20,7 +20,6 @@ from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils import make_layers
 from torch import nn
 
-from sglang_k3.checkpoint.layout import TEXT_PREFIX, CheckpointLayout
 from sglang_k3.config import K3Config
 from sglang_k3.host.hf_config import K3HFConfig
 from sglang_k3.models.text.attn_residual import DepthMix, ResidualBank
@@ -28,6 +27,7 @@ from sglang_k3.models.text.decoder_layer import KimiDecoderLayer
 from sglang_k3.models.text.norm import RMSNorm
 from sglang_k3.models.text.weights import Loaders, leading_rows, load_checkpoint, prefixed, whole
 from sglang_k3.options import ServeOptions
+from sglang_k3.weights.layout import TEXT_PREFIX, CheckpointLayout
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig

@@ -12,13 +12,13 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
-from sglang_k3.checkpoint.layout import CheckpointLayout
 from sglang_k3.config import K3Config
 from sglang_k3.host.hf_config import K3HFConfig
 from sglang_k3.models.kimi_k3 import KimiK3ForConditionalGeneration
 from sglang_k3.models.text.weights import Loaders
 from sglang_k3.testing.presets import PRESETS, TinyPreset, published_config
 from sglang_k3.testing.random_weights import RandomWeights
+from sglang_k3.weights.layout import CheckpointLayout
 
 
 class Loadable(Protocol):

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sglang_k3"
 RINGS = {
     "__init__": 1,
     "chat": 1,
-    "checkpoint": 1,
+    "weights": 1,
     "config": 1,
     "dcp": 1,
     "env": 1,

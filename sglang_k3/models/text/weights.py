@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_k3.checkpoint.audit import Audit
-from sglang_k3.checkpoint.layout import CheckpointLayout
+from sglang_k3.weights.audit import Audit
+from sglang_k3.weights.layout import CheckpointLayout
 
 if TYPE_CHECKING:
     from sglang.srt.layers.linear import LinearBase

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_k3.checkpoint.layout import VISION_PREFIXES, CheckpointLayout, canonical_name
 from sglang_k3.config import K3Config, with_overrides
 from sglang_k3.errors import CheckpointError, ConfigError
+from sglang_k3.weights.layout import VISION_PREFIXES, CheckpointLayout, canonical_name
 
 INDEX_NAME = "model.safetensors.index.json"
 FLOAT_TYPES = frozenset({"BF16", "F16", "F32"})

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sglang_k3.checkpoint.audit import INDEX_NAME, Audit, audit_folder
-from sglang_k3.checkpoint.layout import CheckpointLayout
 from sglang_k3.config import K3Config
 from sglang_k3.errors import CheckpointError, ConfigError
 from sglang_k3.testing.presets import PRESETS
 from sglang_k3.testing.tiny import write_tiny
+from sglang_k3.weights.audit import INDEX_NAME, Audit, audit_folder
+from sglang_k3.weights.layout import CheckpointLayout
 
 Json = dict[str, Any]
 Tensors = dict[str, Tensor]

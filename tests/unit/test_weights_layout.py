@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sglang_k3.checkpoint.layout import CheckpointLayout, TensorSpec, canonical_name
 from sglang_k3.config import K3Config
 from sglang_k3.errors import ConfigError
+from sglang_k3.weights.layout import CheckpointLayout, TensorSpec, canonical_name
 
 Json = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
