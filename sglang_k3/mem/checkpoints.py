@@ -104,8 +104,9 @@ class CheckpointCache:
         nodes, kv_depth = self.tree.walk(namespace, usable)
         node = next((node for node in reversed(nodes) if node.checkpoint), self.tree.root)
         fork_depth = self.limits.floor(kv_depth)
-        at_end = not nodes or (nodes[-1].depth == kv_depth and not nodes[-1].children)
-        return Match(kv_depth, node.depth, node, fork_depth if fork_depth > node.depth else None, not at_end)
+        last = nodes[-1] if nodes else self.tree.root
+        diverges = kv_depth > last.depth or bool(last.children)
+        return Match(kv_depth, node.depth, node, fork_depth if fork_depth > node.depth else None, diverges)
 
     def kv_locs(self, node: TreeNode, start: int) -> Tensor:
         """KV locations of the tokens ``start ..`` to the end of ``node``; ``start`` is where a node ends.

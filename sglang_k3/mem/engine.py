@@ -121,9 +121,9 @@ class CheckpointEngine:
         self.moves.snapshot(copies)
 
     def append(self, lease: Lease, token: int) -> None:
-        """The next token of the answer is known. Of the snapshots that are certain now, the deepest is kept."""
+        """The next token of the answer is known. Of the answer's states that are certain now, the deepest is kept."""
         lease.tokens.append(token)
-        certain = [snapshot for snapshot in lease.snapshots if snapshot.depth <= len(lease.tokens)]
+        certain = [snapshot for snapshot in lease.snapshots if lease.prefill_end < snapshot.depth <= len(lease.tokens)]
         for older in certain[:-1]:
             self._drop_snapshot(lease, older)
 

@@ -187,7 +187,8 @@ class RadixTree:
             assert parent is not None and node.start == parent.depth, f"I1: {node} does not begin where {parent} ends"
             assert len(node.tokens) == len(node.kv_locs) > 0, f"{node} has {len(node.kv_locs)} KV locations"
             assert len(node.tokens) % self.page_size == 0, f"{node} is no whole pages of {self.page_size}"
-            assert parent.children[self._child_key(parent, node.namespace, node.tokens, 0)] is node, f"{node} is lost"
+            key = self._child_key(parent, node.namespace, node.tokens, 0)
+            assert parent.children.get(key) is node, f"{node} is lost"
             assert parent is self.root or parent.namespace == node.namespace, f"{node} is in another's namespace"
             assert parent is self.root or parent.lock_ref >= node.lock_ref, f"{node} is locked, {parent} is not"
             num_tokens += len(node.tokens)

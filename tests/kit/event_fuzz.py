@@ -115,16 +115,16 @@ class Player:
 
 
 def shortest_failing(events: Sequence[Event], fails: Callable[[Sequence[Event]], bool]) -> list[Event]:
-    """``events`` with as many deleted as possible, in runs of ever fewer, while it still fails."""
-    shortest = [*events]
-    run = len(shortest) // 2
+    """``events`` with as many deleted as possible, in runs of ever fewer, until none can be spared."""
+    shortest, run = [*events], len(events) // 2
     while run:
-        start = 0
+        before, start = len(shortest), 0
         while start < len(shortest):
             candidate = shortest[:start] + shortest[start + run :]
             if fails(candidate):
                 shortest = candidate
             else:
                 start += run
-        run //= 2
+        if run > 1 or len(shortest) == before:
+            run //= 2
     return shortest

@@ -11,7 +11,7 @@ class KVPages:
     """``num_pages`` pages of ``page_size`` locations; a location is ``page * page_size + offset``.
 
     Args:
-        on_free: told the locations of every page that becomes free.
+        on_free: told the locations of the pages that become free.
     """
 
     def __init__(self, num_pages: int, page_size: int, on_free: Callable[[torch.Tensor], None]) -> None:
@@ -29,14 +29,17 @@ class KVPages:
         if num_new > len(self.free_pages):
             return None
         new = torch.arange(rest) + kv_locs[-1] + 1 if rest else kv_locs[:0]
-        pages = torch.tensor([self.free_pages.pop() for _ in range(num_new)], dtype=torch.int64)
-        locs = (pages.unsqueeze(1) * self.page_size + torch.arange(self.page_size)).flatten()
-        return torch.cat([kv_locs, new, locs])[:length]
+        pages = [self.free_pages.pop() for _ in range(num_new)]
+        return torch.cat([kv_locs, new, self._locs(pages)])[:length]
 
     def free(self, kv_locs: torch.Tensor) -> None:
         pages = sorted({loc // self.page_size for loc in kv_locs.tolist()})
         twice = {*pages} & {*self.free_pages}
         assert not twice, f"I3: KV pages {twice} are freed twice"
         self.free_pages += pages
-        for page in pages:
-            self._on_free(torch.arange(page * self.page_size, (page + 1) * self.page_size))
+        self._on_free(self._locs(pages))
+
+    def _locs(self, pages: list[int]) -> torch.Tensor:
+        return torch.tensor(
+            [page * self.page_size + offset for page in pages for offset in range(self.page_size)], dtype=torch.int64
+        )

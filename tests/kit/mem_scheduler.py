@@ -199,7 +199,7 @@ class Scheduler:
             )
             for request, plan in plans
         ]
-        work = DeviceWork("forward", functools.partial(self._forward, rows, results), *_touched(rows))
+        work = DeviceWork("forward", functools.partial(self._forward, rows, results), *self._touched(rows))
         self.stream.enqueue(work)
         self.engine.after_forward([plan for _, plan in plans])
         launched = [(request, plan.lease, plan) for request, plan in plans]
@@ -271,6 +271,17 @@ class Scheduler:
             away = slots - (plan.inner is not None) - (plan.at_end is not None)
             self.most_slots_away_from_boundaries = max(self.most_slots_away_from_boundaries, away)
 
+    def _touched(self, rows: list[Row]) -> tuple[frozenset[SlotId], frozenset[SlotId]]:
+        """What a forward reads and writes: slots, and KV locations as slots below zero."""
+        reads, writes = set(), set()
+        for row in rows:
+            writes |= {row.slot_id, *([row.inner[0]] if row.inner else [])}
+            reads |= {row.slot_id}
+            if self.stream.late:
+                reads |= _kv_touched(row.kv_locs[: row.start])
+                writes |= _kv_touched(row.kv_locs[row.start : row.end])
+        return frozenset(reads), frozenset(writes)
+
     def poison_slot(self, slot_id: SlotId) -> None:
         def run() -> None:
             self.model.recurrent[:, slot_id] = torch.nan
@@ -297,15 +308,12 @@ class PoisonedSlots(StateSlots):
         self._scheduler.poison_slot(slot_id)
 
 
-def _touched(rows: list[Row]) -> tuple[frozenset[SlotId], frozenset[SlotId]]:
-    """What a forward reads and writes: slots, and KV locations as slots below zero."""
-    reads, writes = set(), set()
-    for row in rows:
-        writes |= {row.slot_id, *([row.inner[0]] if row.inner else [])}
-        reads |= {row.slot_id} | _kv_touched(row.kv_locs[: row.start])
-        writes |= _kv_touched(row.kv_locs[row.start : row.end])
-    return frozenset(reads), frozenset(writes)
-
-
 def _kv_touched(kv_locs: torch.Tensor) -> frozenset[SlotId]:
     return frozenset(SlotId(-1 - loc) for loc in kv_locs.tolist())
+
+
+def small_server(*, page: int = 1, chunk: int = 64, num_slots: int = 64, num_tokens: int = 8192, **options) -> Scheduler:
+    """A server on the grid of 64 tokens, with room for everything unless said otherwise."""
+    cap = options.pop("cap", 64)
+    limits = CheckpointLimits(state_chunk=64, page_size=page, track_interval=256, checkpoints_per_path=cap)
+    return Scheduler(limits, num_slots=num_slots, num_pages=num_tokens // page, chunk=chunk, **options)
