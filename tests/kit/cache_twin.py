@@ -34,10 +34,12 @@ class CacheTwin:
     def match(self, namespace: Hashable, tokens: tuple[int, ...]) -> tuple[int, int, int | None]:
         usable = tokens[:-1]
         kv_depth = self.cached(namespace, usable)
-        state_depth = max(
-            (d for d in range(1, len(usable) + 1) if (end := self.ends.get((namespace, usable[:d]))) and end.state is not None),
-            default=0,
-        )  # fmt: skip
+        with_state = [
+            len(end[1])
+            for end, found in self.ends.items()
+            if found.state is not None and self._begins((namespace, usable), end)
+        ]
+        state_depth = max(with_state, default=0)
         fork_depth = kv_depth // self.grid * self.grid
         return kv_depth, state_depth, fork_depth if fork_depth > state_depth else None
 

@@ -16,8 +16,8 @@ import torch
 from sglang_k3.mem.checkpoint_policy import LRUPolicy
 from sglang_k3.mem.checkpoints import CheckpointCache
 from sglang_k3.mem.engine import CheckpointEngine, Refusal
-from sglang_k3.mem.ledger import check_kv, check_slots
 from sglang_k3.mem.lease import Lease, StepPlan
+from sglang_k3.mem.ledger import check_kv, check_slots
 from sglang_k3.mem.limits import CheckpointLimits, running_requests
 from sglang_k3.mem.radix_tree import RadixTree
 from sglang_k3.mem.state_moves import DeviceWork, StateMoves
@@ -312,7 +312,9 @@ def _kv_touched(kv_locs: torch.Tensor) -> frozenset[SlotId]:
     return frozenset(SlotId(-1 - loc) for loc in kv_locs.tolist())
 
 
-def small_server(*, page: int = 1, chunk: int = 64, num_slots: int = 64, num_tokens: int = 8192, **options) -> Scheduler:
+def small_server(
+    *, page: int = 1, chunk: int = 64, num_slots: int = 64, num_tokens: int = 8192, **options
+) -> Scheduler:
     """A server on the grid of 64 tokens, with room for everything unless said otherwise."""
     cap = options.pop("cap", 64)
     limits = CheckpointLimits(state_chunk=64, page_size=page, track_interval=256, checkpoints_per_path=cap)

@@ -37,9 +37,7 @@ class Freed:
 class CacheAndTwin(RuleBasedStateMachine):
     @initialize(page_size=st.sampled_from([1, 2, 4]), cap=st.sampled_from([1, 2, 8]))
     def start(self, page_size: int, cap: int) -> None:
-        limits = CheckpointLimits(
-            state_chunk=GRID, page_size=page_size, track_interval=GRID, checkpoints_per_path=cap
-        )
+        limits = CheckpointLimits(state_chunk=GRID, page_size=page_size, track_interval=GRID, checkpoints_per_path=cap)
         self.slots, self.kv_pool = StateSlots(NUM_SLOTS), Freed()
         tree = RadixTree(page_size, NO_KV)
         self.cache = CheckpointCache(tree, self.slots, self.kv_pool, policy=LRUPolicy(), limits=limits)
@@ -59,9 +57,7 @@ class CacheAndTwin(RuleBasedStateMachine):
         locs = [*range(self.next_loc, self.next_loc + len(tokens))]
         self.next_loc += len(tokens)
         kv_locs = torch.tensor(locs)
-        node = self.cache.insert(
-            namespace, array("q", tokens), kv_locs, owned_from=0, snapshot=snapshot, owner="r"
-        )
+        node = self.cache.insert(namespace, array("q", tokens), kv_locs, owned_from=0, snapshot=snapshot, owner="r")
         self.twin.insert(namespace, tokens, locs, 0, slot, is_fork)
         assert node.depth == len(tokens)
 

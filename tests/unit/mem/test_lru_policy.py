@@ -22,7 +22,9 @@ def test_victims_come_in_the_order_of_their_last_use(kind: str):
     """Against a sorted list, with offers renewed and withdrawn at random."""
     rng = random.Random(0)
     policy = LRUPolicy()
-    offer, withdraw, victim = (getattr(policy, name) for name in (f"offer_{kind}", f"withdraw_{kind}", f"{kind}_victim"))
+    offer, withdraw, victim = (
+        getattr(policy, name) for name in (f"offer_{kind}", f"withdraw_{kind}", f"{kind}_victim")
+    )
     nodes = [node(n, 0) for n in range(20)]
     on_offer: set[TreeNode] = set()
     for now in range(1, 3000):

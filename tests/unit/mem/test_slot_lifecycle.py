@@ -64,7 +64,9 @@ def test_nobody_frees_or_writes_or_donates_another_s_slot():
         lambda: slots.written(slot_id, "b", state=S.SNAPSHOT, depth=4),
         lambda: slots.donate(slot_id, "b", to="tree", depth=4),
     ):
-        with pytest.raises(SlotError, match=r"'b' does not own state slot 0 \(snapshot, owned by 'a', a state of 4 tok"):
+        with pytest.raises(
+            SlotError, match=r"'b' does not own state slot 0 \(snapshot, owned by 'a', a state of 4 tok"
+        ):
             misuse()
     slots.donate(slot_id, "a", to="tree", depth=4)
     with pytest.raises(SlotError, match="'a' does not own"):
@@ -81,7 +83,9 @@ def test_a_second_free_is_refused():
 
 def test_a_snapshot_is_donated_as_what_was_written_not_as_what_was_planned():
     slots, slot_id = slot_in(S.SNAPSHOT)
-    with pytest.raises(SlotError, match="I1: state slot 0 .* a state of 4 tokens.* is donated as the state of 8 tokens"):
+    with pytest.raises(
+        SlotError, match="I1: state slot 0 .* a state of 4 tokens.* is donated as the state of 8 tokens"
+    ):
         slots.donate(slot_id, "a", to="tree", depth=8)
 
 
