@@ -36,7 +36,7 @@ class KVPool(Protocol):
 
 
 class Match(NamedTuple):
-    """What of a prompt is cached. One token always stays to be computed, for its logits.
+    """What of a prompt is cached.
 
     Attributes:
         kv_depth: tokens whose KV is cached, whole pages.
@@ -95,12 +95,16 @@ class CheckpointCache:
         assert tree.page_size == limits.page_size, f"pages of {tree.page_size} and of {limits.page_size} tokens"
         self.tree, self.slots, self.limits = tree, slots, limits
         self.counts = CacheCounts()
+        self.num_states = self.num_protected_states = 0
         self._kv_pool, self._policy = kv_pool, policy
         self._clock = itertools.count(1)
 
-    def match(self, namespace: Namespace, tokens: array[int]) -> Match:
-        """Where a prompt may start. Changes nothing, not even the order of eviction."""
-        usable = tokens[: len(tokens) - 1]
+    def match(self, namespace: Namespace, usable: array[int]) -> Match:
+        """Where a prompt may start. Changes nothing, not even the order of eviction.
+
+        Args:
+            usable: what of it may come from the cache: never all, since its last token must be computed for its logits.
+        """
         nodes, kv_depth = self.tree.walk(namespace, usable)
         node = next((node for node in reversed(nodes) if node.checkpoint), self.tree.root)
         fork_depth = self.limits.floor(kv_depth)
@@ -172,12 +176,14 @@ class CheckpointCache:
     def lock_state(self, node: TreeNode) -> None:
         """Protect the state of ``node``, which has one; its KV is protected apart."""
         assert node.checkpoint is not None, f"{node} has no state to protect"
+        self.num_protected_states += node.checkpoint.lock_ref == 0
         node.checkpoint.lock_ref += 1
         self._refresh_state(node)
 
     def unlock_state(self, node: TreeNode) -> None:
         assert node.checkpoint is not None and node.checkpoint.lock_ref > 0, f"{node} has no protected state"
         node.checkpoint.lock_ref -= 1
+        self.num_protected_states -= node.checkpoint.lock_ref == 0
         self._refresh_state(node)
 
     def evict_state(self) -> bool:
@@ -194,6 +200,14 @@ class CheckpointCache:
         while freed < num_tokens and (node := self._policy.leaf_victim()) is not None:
             freed += self._drop_leaf(node, "with its KV")
         return freed
+
+    def forget(self, node: TreeNode) -> None:
+        """Give up ``node`` and what is above it, as far as nothing else needs it: what is there is not to be used."""
+        while node.is_evictable_leaf:
+            parent = node.parent
+            assert parent is not None
+            self._drop_leaf(node, "as broken")
+            node = parent
 
     def flush(self) -> None:
         """Give up whatever is not protected."""
@@ -214,6 +228,7 @@ class CheckpointCache:
             self.slots.donate(snapshot.slot_id, owner, to=TREE, depth=node.depth)
             node.checkpoint = Checkpoint(snapshot.slot_id, snapshot.is_fork, used_at=node.used_at)
             self._refresh_state(node)
+            self.num_states += 1
             self.counts.planted += 1
             self.counts.planted_forks += snapshot.is_fork
 
@@ -232,6 +247,7 @@ class CheckpointCache:
         assert node.checkpoint is not None and not node.checkpoint.lock_ref, f"{node} has no state to give up"
         self.slots.free(node.checkpoint.slot_id, TREE)
         node.checkpoint = None
+        self.num_states -= 1
         self._policy.withdraw_state(node)
         self.counts.evicted[reason] += 1
 

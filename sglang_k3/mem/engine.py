@@ -57,15 +57,19 @@ class CheckpointEngine:
     def leases(self) -> Iterator[Lease]:
         yield from self._leases
 
-    def admit(self, name: str, namespace: Namespace, ids: Sequence[int]) -> Lease | Refusal:
+    def admit(
+        self, name: str, namespace: Namespace, ids: Sequence[int], *, num_usable: int | None = None
+    ) -> Lease | Refusal:
         """Take in a request, to be computed from ``lease.computed`` on.
 
         Args:
             ids: prompt, and answer so far for a request that was retracted; at least one token.
+            num_usable: how many of them may come from the cache; all but the last unless it is fewer.
         """
         tokens = as_tokens(ids)
-        match = self.cache.match(namespace, tokens)
-        if self._in_flight.is_awaited(namespace, tokens, match.state_depth):
+        usable = tokens[: len(tokens) - 1 if num_usable is None else min(num_usable, len(tokens) - 1)]
+        match = self.cache.match(namespace, usable)
+        if self._in_flight.is_awaited(namespace, usable, match.state_depth):
             return Refusal.SHARED_PREFIX_IN_FLIGHT
         source = match.node if match.state_depth else None
         # Protected first: the slot may have to come from another state.

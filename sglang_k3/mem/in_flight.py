@@ -27,17 +27,21 @@ class InFlight:
     def discard(self, lease: Lease) -> None:
         self._leases.pop(lease, None)
 
-    def is_awaited(self, namespace: Namespace, tokens: array[int], state_depth: int) -> bool:
-        """Whether a state deeper than ``state_depth`` is on its way; asks for one where none is planned."""
+    def is_awaited(self, namespace: Namespace, usable: array[int], state_depth: int) -> bool:
+        """Whether a state deeper than ``state_depth`` is on its way; asks for one where none is planned.
+
+        Args:
+            usable: what of the prompt that asks may come from the cache.
+        """
         for lease in self._leases:
             if lease.namespace != namespace:
                 continue
-            common = common_prefix(lease.tokens, tokens, 0)
-            depth = self._limits.floor(min(common, len(tokens) - 1))
+            common = common_prefix(lease.tokens, usable, 0)
+            depth = self._limits.floor(common)
             if depth <= state_depth:
                 continue
             if lease.computed < depth <= lease.prefill_end:
-                lease.wanted[depth] = common < min(len(lease.tokens), len(tokens))
+                lease.wanted[depth] = common < min(len(lease.tokens), len(usable))
                 return True
             if any(state_depth < snapshot.depth <= depth for snapshot in lease.snapshots):
                 return True

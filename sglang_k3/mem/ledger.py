@@ -49,6 +49,9 @@ def check_slots(engine: CheckpointEngine) -> Balance:
             expected[slot_id] = lease
     owned = dict(slots.owned())
     assert owned == expected, f"I2: owned {owned}, found {expected}"
+    protected = sum(bool(node.checkpoint and node.checkpoint.lock_ref) for node in tree.nodes())
+    counted = (engine.cache.num_states, engine.cache.num_protected_states)
+    assert counted == (num_tree, protected), f"I2: {counted} states and protected ones, found {(num_tree, protected)}"
     balance = Balance(slots.num_free, num_tree, len(expected) - num_tree)
     assert sum(balance) == slots.size, f"I2: {balance} of {slots.size} state slots"
     return balance

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
@@ -313,9 +314,8 @@ def _kv_touched(kv_locs: torch.Tensor) -> frozenset[SlotId]:
 
 
 def small_server(
-    *, page: int = 1, chunk: int = 64, num_slots: int = 64, num_tokens: int = 8192, **options
+    *, page: int = 1, chunk: int = 64, num_slots: int = 64, num_tokens: int = 8192, cap: int = 64, **options: Any
 ) -> Scheduler:
     """A server on the grid of 64 tokens, with room for everything unless said otherwise."""
-    cap = options.pop("cap", 64)
     limits = CheckpointLimits(state_chunk=64, page_size=page, track_interval=256, checkpoints_per_path=cap)
     return Scheduler(limits, num_slots=num_slots, num_pages=num_tokens // page, chunk=chunk, **options)

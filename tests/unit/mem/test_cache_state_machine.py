@@ -64,7 +64,7 @@ class CacheAndTwin(RuleBasedStateMachine):
     @rule(namespace=NAMESPACES, tokens=TOKENS)
     def match(self, namespace, tokens) -> None:
         before = repr([*self.cache.tree.nodes()])
-        found = self.cache.match(namespace, array("q", tokens))
+        found = self.cache.match(namespace, array("q", tokens[:-1]))
         assert (found.kv_depth, found.state_depth, found.fork_depth) == self.twin.match(namespace, tokens)
         locs = self.twin.locs_of(namespace, tokens[: found.state_depth])
         assert self.cache.kv_locs(found.node, 0).tolist() == locs
@@ -72,7 +72,7 @@ class CacheAndTwin(RuleBasedStateMachine):
 
     @rule(namespace=NAMESPACES, tokens=TOKENS)
     def touch_and_lock(self, namespace, tokens) -> None:
-        found = self.cache.match(namespace, array("q", tokens))
+        found = self.cache.match(namespace, array("q", tokens[:-1]))
         if not found.state_depth:
             return
         prefix = (namespace, tokens[: found.state_depth])

@@ -8,6 +8,7 @@ forward pass holds it against the depth that it starts from, the donation agains
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -84,7 +85,9 @@ def an_unprotected_source(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_match_to_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left to compute."""
     match = CheckpointCache.match
-    monkeypatch.setattr(CheckpointCache, "match", lambda self, namespace, ids: match(self, namespace, ids + ids[:1]))
+    monkeypatch.setattr(
+        CheckpointCache, "match", lambda self, namespace, ids: match(self, namespace, ids + array("q", [0]))
+    )
 
 
 def a_state_reused_at_the_kv_depth(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 
 import pytest
 
-from tests.kit.mem_scheduler import Scheduler, small_server
+from sglang_k3.mem.limits import CheckpointLimits
+from tests.kit.mem_scheduler import NO_KV, Scheduler, small_server
 
 GRIDS = [*itertools.product([1, 16], [16, 64])]  # page size, tokens of a chunk
 WHOLE = 2048  # a chunk that takes each of these prompts whole
@@ -132,11 +134,53 @@ def test_an_answer_that_ends_around_a_boundary(server: Scheduler, after: int):
     assert cached(server, history + [1, 2, 3]) == [depth]
 
 
+@pytest.mark.parametrize("after", range(185, 200))
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_an_answer_that_ends_around_its_second_boundary(after: int, lag: int):
+    """The state of the first is kept until that of the second is certain."""
+    limits = CheckpointLimits(state_chunk=64, page_size=1, track_interval=64)
+    server = Scheduler(limits, num_slots=8, num_pages=999, chunk=64, lag=lag)
+    first = server.serve(ids(100, seed=7), after - 100)
+    assert sorted(node.depth for node in server.tree.nodes() if node.checkpoint) == [64, 192 if after >= 192 else 128]
+    assert cached(server, first.prompt + first.answer + [1]) == [192 if after >= 192 else 128]
+
+
+def test_only_what_may_be_cached_is_matched(server: Scheduler):
+    """A request that asks for the log-probs of its prompt computes it from where these begin."""
+    prompt = ids(300, seed=15)
+    cached(server, prompt)
+    for num_usable, expected in ((0, 0), (63, 0), (64, 64), (200, 192), (299, 256), (300, 256)):
+        lease = server.engine.admit("probe", None, prompt, num_usable=num_usable)
+        assert lease.computed == expected
+        server.engine.discard(lease, server.cache.kv_locs(lease.node, 0))
+    server.check()
+
+
+def test_kv_that_was_allocated_for_a_step_that_never_ran_is_not_cached(server: Scheduler):
+    """And the length that was computed counts, not the length that there is room for."""
+    prompt = ids(64, seed=16)
+    lease = server.engine.admit("probe", None, prompt)
+    kv_locs = server.kv.try_extend(NO_KV, 64)
+    server.engine.finish(lease, kv_locs)
+    assert server.tree.num_tokens == 0
+    server.check()
+
+
+def test_what_is_broken_is_forgotten(server: Scheduler):
+    """Up to where another path needs it."""
+    prompt = ids(300, seed=17)
+    cached(server, prompt, prompt[:130] + ids(70, seed=18))
+    deepest = max(server.tree.nodes(), key=lambda node: node.depth)
+    server.cache.forget(deepest)
+    server.check()
+    assert cached(server, prompt) == [128]
+
+
 def test_after_eviction_of_the_state_alone(server: Scheduler):
     prompt = ids(200, seed=8)
     cached(server, prompt)
     forget_states(server)
-    match = server.cache.match(None, server.engine.admit("probe", "elsewhere", prompt).tokens)
+    match = server.cache.match(None, array("q", prompt[:-1]))
     assert (match.kv_depth, match.state_depth, match.fork_depth) == (192, 0, 192)
 
 
