@@ -85,9 +85,8 @@ def an_unprotected_source(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_match_to_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left to compute."""
     match = CheckpointCache.match
-    monkeypatch.setattr(
-        CheckpointCache, "match", lambda self, namespace, ids: match(self, namespace, ids + array("q", [0]))
-    )
+    whole = array("q", [0])
+    monkeypatch.setattr(CheckpointCache, "match", lambda self, namespace, ids: match(self, namespace, ids + whole))
 
 
 def a_state_reused_at_the_kv_depth(monkeypatch: pytest.MonkeyPatch) -> None:

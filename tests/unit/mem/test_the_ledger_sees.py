@@ -58,6 +58,10 @@ def keep_a_slot_in_the_tree_and_the_request(server: Scheduler) -> None:
     server.running[0].lease.working = node.checkpoint.slot_id
 
 
+def miscount_the_protected(server: Scheduler) -> None:
+    next(node for node in server.tree.nodes() if node.checkpoint).checkpoint.lock_ref += 1
+
+
 def list_a_slot_twice(server: Scheduler) -> None:
     server.slots._free.append(server.slots._free[0])
 
@@ -70,6 +74,7 @@ def list_a_slot_twice(server: Scheduler) -> None:
         (share_a_state, "I3: .* and another have state slot|I1"),
         (move_a_state, "I1: .* has a state of 60 tokens"),
         (keep_a_slot_in_the_tree_and_the_request, "I3: Lease.* and another have state slot"),
+        (miscount_the_protected, r"I2: \(2, 0\) states and protected ones, found \(2, 1\)"),
         (list_a_slot_twice, "I2: 6 slots are listed free, 5 are"),
     ],
 )
