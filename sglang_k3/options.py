@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Literal, get_args
 
 from sglang_k3.errors import ConfigError, HostError
+from sglang_k3.mem.limits import CHECKPOINTS_PER_PATH
 
 LatentNormEps = Literal["reference", "config"]
 # The published reference leaves out the epsilon of these two norms, so its constructor default applies.
@@ -19,14 +20,21 @@ class ServeOptions:
     Attributes:
         k3_latent_norm_eps: epsilon of ``q_a_layernorm`` and ``kv_a_layernorm``: ``reference`` is 1e-6, as
             the published modelling code has it, ``config`` is ``rms_norm_eps``, as other engines have it.
+        k3_checkpoints_per_path: states that the prefix cache keeps on a path, beside those at its forks.
     """
 
     k3_latent_norm_eps: LatentNormEps = "reference"
+    k3_checkpoints_per_path: int = CHECKPOINTS_PER_PATH
 
     def __post_init__(self) -> None:
         if self.k3_latent_norm_eps not in get_args(LatentNormEps):
             raise ConfigError(
                 f"--k3-latent-norm-eps {self.k3_latent_norm_eps!r} is not one of {', '.join(get_args(LatentNormEps))}."
+            )
+        if self.k3_checkpoints_per_path < 1:
+            raise ConfigError(
+                f"--k3-checkpoints-per-path {self.k3_checkpoints_per_path} keeps no state to restore. Give at least 1, "
+                "or --disable-radix-cache."
             )
 
     @classmethod

@@ -75,6 +75,11 @@ def unmark_logprobs(req: Req) -> None:
         ids[-1] = 0
 
 
+def is_broken(req: Req) -> bool:
+    """Whether a request was aborted for NaN."""
+    return getattr(req.finished_reason, "message", None) == _REASONS[NOT_FINITE][1]
+
+
 def drop_broken_states(tree: UnifiedRadixCache, req: Req) -> None:
     """Take the prefix of a request that was aborted for NaN out of the cache, up to where another request needs it.
 
@@ -83,7 +88,7 @@ def drop_broken_states(tree: UnifiedRadixCache, req: Req) -> None:
     Args:
         req: its own slots and locks are given back by now.
     """
-    if getattr(req.finished_reason, "message", None) != _REASONS[NOT_FINITE][1]:
+    if not is_broken(req):
         return
     node = req.last_node
     while node in tree.evictable_device_leaves:

@@ -49,7 +49,10 @@ class K3KDABackend(MambaAttnBackendBase):
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
-        self.state_chunk = model_runner.server_args.mamba_cache_chunk_size
+        args = model_runner.server_args
+        # The host's tree rounds a depth that it wants down to its chunk, and adds one to ask for an inner one. K3's own
+        # cache asks for exact depths.
+        self.depth_unit = args.mamba_cache_chunk_size if args.enable_mamba_extra_buffer() else 1
         state = model_runner.req_to_token_pool.mamba_pool.mamba_cache
         context = OpContext.of(state.temporal, K=state.temporal.shape[-1], V=state.temporal.shape[-2])
         self.short_conv_prefill = bind("short_conv_prefill", context)
@@ -87,9 +90,8 @@ class K3KDABackend(MambaAttnBackendBase):
     ) -> KDAMetadata:
         track_lens = None
         if self.forward_metadata.has_mamba_track_mask:
-            # The host rounds a depth that it wants down to its chunk, and adds one to ask for an inner one.
             wanted = forward_batch.mamba_track_seqlens - forward_batch.extend_prefix_lens
-            wanted = wanted // self.state_chunk * self.state_chunk
+            wanted = wanted // self.depth_unit * self.depth_unit
             track_lens = torch.where(forward_batch.mamba_track_mask, wanted, -1)
         return KDAMetadata(
             cache_indices,

@@ -17,7 +17,8 @@ from sglang.srt.utils import get_device
 from sglang_k3.config import MXFP4_GROUP_SIZE, K3Config, with_overrides
 from sglang_k3.errors import ConfigError
 from sglang_k3.integration.names import resolve
-from sglang_k3.integration.refusals import ATTENTION_BACKEND, PARSER, refuse_unsupported
+from sglang_k3.integration.refusals import ATTENTION_BACKEND, PARSER, PREFIX_CACHE, refuse_unsupported
+from sglang_k3.mem.limits import SLOTS_PER_REQUEST, running_requests
 from sglang_k3.weights.audit import audit_folder, read_config
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 STATE_CHUNK = 64  # tokens between the depths at which the host keeps a state in prefill
 TRACK_INTERVAL = 256  # the least number of tokens between two states of one answer
 CPU_RUNNING_REQUESTS = 16
-# The host keeps up to five recurrent states per running request: working slot, ping-pong pair, two in the tree.
-STATES_PER_REQUEST = 5
+# The host's own tree takes up to five recurrent states per running request: working slot, pair, two in the tree.
+HOST_STATES_PER_REQUEST = 5
 CPU_STATE_BYTES = 1 << 30
 CPU_KV_BYTES = 512 << 20
 CPU_CHUNKED_PREFILL_TOKENS = 2048
@@ -67,6 +68,7 @@ def fill_defaults(args: K3ServerArgs) -> None:
     if args.page_size is None:
         args.page_size = 1 if on_cpu else 64
     _fit_grid(args)
+    _choose_prefix_cache(args)
     if args.enable_multimodal is None:
         args.enable_multimodal = False
     # One tensor of host memory at a time: the host's threaded reader holds several shards.
@@ -207,6 +209,22 @@ def _fit_grid(args: K3ServerArgs) -> None:
         )
 
 
+def _choose_prefix_cache(args: K3ServerArgs) -> None:
+    """K3's own, unless there is to be none, or something is asked for that only the host's tree has.
+
+    Raises:
+        ConfigError: the pool of states is too small for one request.
+    """
+    asks_for_host = (
+        args.mamba_radix_cache_strategy != "auto" or args.enable_streaming_session or args.enable_session_radix_cache
+    )
+    if args.disable_radix_cache or (asks_for_host and args.radix_cache_backend is None):
+        return
+    args.radix_cache_backend = PREFIX_CACHE
+    if args.max_mamba_cache_size is not None:
+        running_requests(args.max_mamba_cache_size)
+
+
 def _size_cpu_pools(args: K3ServerArgs, config: K3Config) -> None:
     """Pools for a machine without an accelerator, bounded in bytes whatever the model's size."""
     kda, mla = config.kda, config.mla
@@ -215,8 +233,9 @@ def _size_cpu_pools(args: K3ServerArgs, config: K3Config) -> None:
     if args.max_mamba_cache_size is None:
         conv = 3 * kda.width * (kda.short_conv_kernel_size - 1)
         state_bytes = 4 * len(config.kda_layers) * (conv + kda.width * kda.head_dim)
-        wanted = STATES_PER_REQUEST * args.max_running_requests
-        args.max_mamba_cache_size = max(STATES_PER_REQUEST, min(wanted, CPU_STATE_BYTES // state_bytes))
+        per_request = SLOTS_PER_REQUEST if args.radix_cache_backend == PREFIX_CACHE else HOST_STATES_PER_REQUEST
+        wanted = per_request * args.max_running_requests
+        args.max_mamba_cache_size = max(per_request, min(wanted, CPU_STATE_BYTES // state_bytes))
     if args.max_total_tokens is None:
         row_bytes = 4 * len(config.full_attention_layers) * mla.latent_dim
         wanted = args.max_running_requests * config.max_position_embeddings

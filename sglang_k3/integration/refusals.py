@@ -14,6 +14,7 @@ from sglang_k3.errors import ConfigError
 
 ATTENTION_BACKEND = "k3_mla"
 PARSER = "kimi_k3"
+PREFIX_CACHE = "k3"
 LEAVE_OUT = "Leave the flag out."
 
 
@@ -85,7 +86,13 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("enable_hierarchical_cache", _UNSET, "recurrent states are not offloaded yet"),
     Refusal("enable_lmcache", _UNSET, "recurrent states are not offloaded yet"),
-    Refusal("radix_cache_backend", _UNSET, "only the host's own tree keeps K3's states"),
+    Refusal(
+        "radix_cache_backend",
+        _only(None, PREFIX_CACHE),
+        "other trees do not keep K3's states",
+        f"Leave the flag out; {PREFIX_CACHE} is used.",
+    ),
+    Refusal("radix_eviction_policy", _only("lru"), "K3's cache evicts the least recently used"),
     Refusal("enable_unified_memory", _UNSET, "the unified pool has no MLA side yet"),
     Refusal("enable_page_major_kv_layout", _UNSET, "the page-major layout has no MLA side yet"),
     Refusal("enable_int8_mamba_checkpoint", _UNSET, "states are kept in full precision"),

@@ -187,6 +187,28 @@ SEAMS: tuple[Seam, ...] = (
         module="seam_pools",
     ),
     Seam(
+        name="prefix cache",
+        targets=("sglang.srt.mem_cache.registry.register_radix_cache_backend",),
+        why="the host's tree keeps a state per chunk, takes slots before admission, and evicts without order",
+        until="never: a registration",
+        scope="every process",
+        module="seam_prefix_cache",
+    ),
+    Seam(
+        name="prefix cache in the scheduler",
+        targets=(
+            "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+            "sglang.srt.managers.scheduler.Scheduler.run_batch",
+            "sglang.srt.model_executor.model_runner.ModelRunner.forward",
+            "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._calculate_mamba_ratio",
+        ),
+        why="a registered cache does not learn when a request is admitted, nor when a forward pass is launched",
+        until="calls of the cache at admission and around a launch",
+        scope="scheduler",
+        module="seam_prefix_cache",
+        function="install_scheduler",
+    ),
+    Seam(
         name="depth of snapshots",
         targets=(
             "sglang.srt.managers.scheduler_components.batch_result_processor"

@@ -14,6 +14,7 @@ from sglang_k3.errors import ConfigError
 from sglang_k3.integration import environment
 from sglang_k3.integration.defaults import fill_defaults, prepare_model
 from sglang_k3.integration.names import is_k3
+from sglang_k3.integration.refusals import PREFIX_CACHE
 from sglang_k3.options import LatentNormEps, ServeOptions
 
 
@@ -29,6 +30,13 @@ class K3ServerArgs(ServerArgs):
             choices=list(get_args(LatentNormEps)),
         ),
     ] = ServeOptions.k3_latent_norm_eps
+    k3_checkpoints_per_path: A[
+        int,
+        Arg(
+            help="K3 only: recurrent states that the prefix cache keeps from the beginning of a prompt to any point of "
+            "it, beside those where prompts diverge. At least 1.",
+        ),
+    ] = ServeOptions.k3_checkpoints_per_path
 
     def __post_init__(self) -> None:
         self.is_k3 = is_k3(self.model_path)
@@ -47,6 +55,10 @@ class K3ServerArgs(ServerArgs):
             tp_size=self.tp_size,
             pp_size=self.pp_size,
         )
+
+    def enable_mamba_extra_buffer(self) -> bool:
+        """Whether the host hands out and tracks snapshots; K3's own prefix cache does so itself."""
+        return self.radix_cache_backend != PREFIX_CACHE and super().enable_mamba_extra_buffer()
 
     def _refuse_k3_in_disguise(self) -> None:
         """A repository that nobody has downloaded yet is known by its name alone, until the host has its config."""

@@ -1,0 +1,262 @@
+"""SGLang's prefix cache for K3: the checkpoint engine of ``sglang_k3.mem`` behind the host's ``BasePrefixCache``.
+
+The host asks for a match, for room and for a request's tokens to be cached; slots and locks are the engine's. A request
+gets its working slot and its protection in one step when it is admitted, and the host's own locks add nothing to them.
+The copies wait in ``PendingMoves`` until the next forward pass, which runs them first, on its own stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+
+from sglang_k3.host.broken_rows import is_broken
+from sglang_k3.mem.checkpoint_policy import LRUPolicy
+from sglang_k3.mem.checkpoints import CheckpointCache
+from sglang_k3.mem.engine import CheckpointEngine, Refusal
+from sglang_k3.mem.lease import Lease, StepPlan
+from sglang_k3.mem.ledger import check_slots
+from sglang_k3.mem.limits import CheckpointLimits, describe
+from sglang_k3.mem.radix_tree import RadixTree, as_tokens
+from sglang_k3.mem.state_moves import DeviceWork, StateMoves
+from sglang_k3.mem.state_slots import StateSlots
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+logger = logging.getLogger(__name__)
+
+FIRST_SLOT: Final = 1  # the host's padding rows write to slot 0
+
+
+class PendingMoves:
+    """A forward stream whose copies run at the beginning of the next forward pass."""
+
+    def __init__(self) -> None:
+        self._works: list[DeviceWork] = []
+
+    def enqueue(self, work: DeviceWork) -> None:
+        self._works.append(work)
+
+    def run(self) -> None:
+        """On the forward stream, before the model."""
+        works, self._works = self._works, []
+        for work in works:
+            work.run()
+
+
+class HostSlots:
+    """``StateSlots`` where the host looks for its allocator of state slots; it only counts."""
+
+    def __init__(self, slots: StateSlots, moves: PendingMoves, device: torch.device) -> None:
+        self.size, self.moves = slots.size, moves
+        self._slots, self._device = slots, device
+
+    @property
+    def free_slots(self) -> torch.Tensor:
+        owned = {slot_id for slot_id, _ in self._slots.owned()}
+        numbers = range(FIRST_SLOT, FIRST_SLOT + self.size)
+        return torch.tensor([n for n in numbers if n not in owned], dtype=torch.int64, device=self._device)
+
+    def available_size(self) -> int:
+        return self._slots.num_free
+
+    def schedulable_available_size(self) -> int:
+        return self._slots.num_free
+
+    def alloc_group_begin(self, num_reqs: int) -> None:
+        """A request's slot is taken when it is admitted."""
+
+    def alloc_group_end(self) -> None: ...
+
+    def clear(self) -> None:
+        assert self._slots.num_free == self.size, f"I2: cleared while in use: {self._slots!r}"
+
+
+class K3PrefixCache(BasePrefixCache):
+    """One rank's cache.
+
+    Args:
+        params: the host's pools.
+        limits: grid, interval and cap.
+    """
+
+    disable = False
+
+    def __init__(self, params: CacheInitParams, limits: CheckpointLimits) -> None:
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.page_size = params.page_size
+        if params.enable_metrics:
+            self.init_metrics_collector()
+        self._device = torch.device(self.token_to_kv_pool_allocator.device)
+        pool = self.req_to_token_pool.mamba_pool
+        slots = StateSlots(pool.size, first=FIRST_SLOT)
+        pending = PendingMoves()
+        states = [*pool.mamba_cache.conv, pool.mamba_cache.temporal]
+        tree = RadixTree(self.page_size, torch.empty(0, dtype=torch.int64, device=self._device))
+        cache = CheckpointCache(tree, slots, self.token_to_kv_pool_allocator, policy=LRUPolicy(), limits=limits)
+        self.engine = CheckpointEngine(cache, StateMoves(slots, states, pending), self.token_to_kv_pool_allocator)
+        self.req_to_token_pool.mamba_allocator = HostSlots(slots, pending, self._device)
+        self.root_node = tree.root
+        self._tree, self._cache = tree, cache
+        self._leases: dict[Req, Lease] = {}
+        logger.info("K3 prefix cache: %s", describe(slots.size, limits))
+
+    # What the host's scheduler does with a request, in order.
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """KV locations up to the state that a request would start from. Changes nothing."""
+        match = self._cache.match(params.key.extra_key, as_tokens(params.key.raw_token_ids()))
+        locs = self._cache.kv_locs(match.node, 0)
+        return MatchResult(locs, last_device_node=match.node, last_host_node=match.node, best_match_node=match.node)
+
+    def admit(self, req: Req) -> Refusal | None:
+        """Give a waiting request its working slot and protection; ``withdraw`` takes them back."""
+        ids = req.full_untruncated_fill_ids
+        lease = self.engine.admit(req.rid, req.extra_key, ids, num_usable=req._compute_max_prefix_len(len(ids)))
+        if isinstance(lease, Refusal):
+            return lease
+        self._leases[req] = lease
+        req.mamba_pool_idx = torch.tensor(lease.working, dtype=torch.int64, device=self._device)
+        req.mamba_needs_clear = False  # where there is no initial state, the kernels start from zero
+        req.prefix_indices = self._cache.kv_locs(lease.node, 0)
+        self._follow(req, lease)
+        return None
+
+    def withdraw(self, req: Req) -> None:
+        """The host has no room for a request that was admitted here."""
+        self.engine.discard(self._leases.pop(req), req.prefix_indices)
+        req.mamba_pool_idx = None
+
+    @contextlib.contextmanager
+    def forward(self, batch: ScheduleBatch) -> Iterator[None]:
+        """Around the launch of the forward pass of ``batch``: restores before it, snapshots in it and behind it."""
+        plans = [self._plan(req) for req in batch.reqs]
+        self.engine.before_forward(plans)
+        self._set_tracks(batch, plans)
+        yield
+        self.engine.after_forward(plans)
+        self._set_tracks(batch, ())
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
+        lease = self._caught_up(req)
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
+        moved = self.engine.donate(lease, row[: lease.computed].long())
+        end = lease.node.depth
+        if len(moved):
+            self.req_to_token_pool.write((req.req_pool_idx, slice(end - len(moved), end)), moved)
+        req.prefix_indices = row[: len(req.get_fill_ids())].long()
+        self._follow(req, lease)
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int, **kwargs: Any) -> None:
+        lease = self._caught_up(req)
+        kv_locs = self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle].long()
+        if is_insert:
+            self.engine.finish(lease, kv_locs)
+        else:
+            self.engine.discard(lease, kv_locs)
+        del self._leases[req]
+        req.mamba_pool_idx = None
+        if is_broken(req):
+            self._cache.forget(lease.node)
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Room for KV. Room for states is made where a slot is taken."""
+        return EvictResult(num_tokens_evicted=self.engine.evict_kv(params.num_tokens) if params.num_tokens > 0 else 0)
+
+    def inc_lock_ref(self, node: Any) -> IncLockRefResult:
+        """The lease protects what its request needs, from admission on."""
+        return IncLockRefResult()
+
+    def dec_lock_ref(self, node: Any, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        return DecLockRefResult()
+
+    def reset(self) -> None:
+        assert not self._leases, f"the cache is reset while {[*self._leases.values()]} run"
+        self.engine.flush()
+
+    # What the host asks about sizes.
+
+    def supports_mamba(self) -> bool:
+        return True
+
+    def evictable_size(self) -> int:
+        return self._tree.num_tokens - self._tree.num_protected_tokens
+
+    def protected_size(self) -> int:
+        return self._tree.num_protected_tokens
+
+    def full_evictable_size(self) -> int:
+        return self.evictable_size()
+
+    def full_protected_size(self) -> int:
+        return self.protected_size()
+
+    def mamba_evictable_size(self) -> int:
+        return self._cache.num_states - self._cache.num_protected_states
+
+    def mamba_protected_size(self) -> int:
+        return self._cache.num_protected_states
+
+    def total_size(self) -> int:
+        return self._tree.num_tokens
+
+    def all_values_flatten(self) -> torch.Tensor:
+        return torch.cat([self._tree.root.kv_locs, *(node.kv_locs for node in self._tree.nodes())])
+
+    def all_mamba_values_flatten(self) -> torch.Tensor:
+        slots = [node.checkpoint.slot_id for node in self._tree.nodes() if node.checkpoint is not None]
+        return torch.tensor(slots, dtype=torch.int64, device=self._device)
+
+    def sanity_check(self) -> None:
+        check_slots(self.engine)
+
+    def available_and_evictable_str(self) -> str:
+        return (
+            f"{self._tree!r}, {self._cache.slots!r}, {self.token_to_kv_pool_allocator.available_size()} tokens free\n"
+        )
+
+    def pretty_print(self) -> None:
+        logger.info("%s", self.available_and_evictable_str())
+
+    def _plan(self, req: Req) -> StepPlan:
+        lease = self._caught_up(req)
+        if lease.is_prefilling:
+            return self.engine.plan_extend(lease, req.extend_range.end)
+        return self.engine.plan_decode(lease)
+
+    def _caught_up(self, req: Req) -> Lease:
+        """The lease, with the tokens of the answer that the host knows by now."""
+        lease = self._leases[req]
+        for token in req.output_ids[len(lease.tokens) - len(req.origin_input_ids) :]:
+            self.engine.append(lease, token)
+        return lease
+
+    def _set_tracks(self, batch: ScheduleBatch, plans: tuple[()] | list[StepPlan]) -> None:
+        """Tell the KDA backend which state to leave inside each extend, at its exact depth; nothing if none is due."""
+        batch.mamba_track_mask = batch.mamba_track_indices = batch.mamba_track_seqlens = None
+        if any(plan.inner for plan in plans):
+            inner = [(plan.inner.slot_id, plan.inner.depth) if plan.inner else (-1, -1) for plan in plans]
+            slots, depths = torch.tensor(inner, dtype=torch.int64).to(self._device, non_blocking=True).unbind(1)
+            batch.mamba_track_mask = depths >= 0
+            batch.mamba_track_indices, batch.mamba_track_seqlens = slots, depths
+
+    def _follow(self, req: Req, lease: Lease) -> None:
+        req.last_node = lease.node
+        req.cache_protected_len = lease.node.depth
