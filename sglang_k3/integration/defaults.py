@@ -213,13 +213,22 @@ def _choose_prefix_cache(args: K3ServerArgs) -> None:
     """K3's own, unless there is to be none, or something is asked for that only the host's tree has.
 
     Raises:
-        ConfigError: the pool of states is too small for one request.
+        ConfigError: both are asked for, or the pool of states is too small for one request.
     """
-    asks_for_host = (
-        args.mamba_radix_cache_strategy != "auto" or args.enable_streaming_session or args.enable_session_radix_cache
-    )
-    if args.disable_radix_cache or (asks_for_host and args.radix_cache_backend is None):
+    if args.disable_radix_cache:
         return
+    of_the_host = {
+        f"--mamba-radix-cache-strategy {args.mamba_radix_cache_strategy}": args.mamba_radix_cache_strategy != "auto",
+        "--enable-streaming-session": args.enable_streaming_session,
+        "--enable-session-radix-cache": args.enable_session_radix_cache,
+    }
+    for flag in (flag for flag, is_given in of_the_host.items() if is_given):
+        if args.radix_cache_backend is None:
+            return
+        raise ConfigError(
+            f"{flag} is of the host's prefix cache, --radix-cache-backend {PREFIX_CACHE} is K3's own. "
+            "Leave out one of the two."
+        )
     args.radix_cache_backend = PREFIX_CACHE
     if args.max_mamba_cache_size is not None:
         running_requests(args.max_mamba_cache_size)

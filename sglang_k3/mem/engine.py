@@ -121,7 +121,6 @@ class CheckpointEngine:
                 self.moves.forwarded(plan.inner.slot_id, lease, depth=plan.inner.depth, state=SlotState.SNAPSHOT)
             if plan.at_end is not None:
                 copies.append(Copy(lease.working, plan.at_end.slot_id, lease))
-            lease.wanted = {depth: forks for depth, forks in lease.wanted.items() if depth > plan.end}
         self.moves.snapshot(copies)
 
     def append(self, lease: Lease, token: int) -> None:

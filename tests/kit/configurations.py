@@ -16,7 +16,7 @@ from tests.kit.parity import BFLOAT16, FLOAT32, Oracle, Tolerance
 ON_GPU = torch.cuda.is_available()
 # On the GPU host nothing may be compiled at start: these two would be.
 DEVICE_FLAGS = ("--sampling-backend", "pytorch", "--grammar-backend", "none") if ON_GPU else ()
-DEFAULT_GRID = 64  # depth of the states that the host's tree keeps, where the page is not larger
+DEFAULT_GRID = 64  # depth of the states that the tree keeps, where the page is not larger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,9 @@ class Configuration:
     """A tiny checkpoint and the flags that it is served with.
 
     Attributes:
-        grid: tokens between the depths at which a prefix can be reused.
+        grid: tokens between the depths at which a prefix can be reused; 0 for any, or none.
+        chunk: tokens that one forward prefills at most.
+        is_host_tree: the host's own prefix cache is asked for.
         env: variables of the host that the server gets beside the test's own.
     """
 
@@ -34,7 +36,13 @@ class Configuration:
     experts: str = "mxfp4"
     flags: tuple[str, ...] = ()
     grid: int = DEFAULT_GRID
+    chunk: int = 2048
+    is_host_tree: bool = False
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_k3_tree(self) -> bool:
+        return self.grid == DEFAULT_GRID and not self.is_host_tree
 
     @property
     def tolerance(self) -> Tolerance:

@@ -22,7 +22,11 @@ def server_args(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerArgs
     """One rank over gloo, and the host's arguments at their defaults with our options beside them."""
     rendezvous: Path = tmp_path_factory.mktemp("gloo") / "rendezvous"
     with get_context().override_server_args(device="cpu") as args:
-        added = {**dataclasses.asdict(ServeOptions()), "_mamba_cache_chunk_size": SNAPSHOT_GRID}
+        added = {
+            **dataclasses.asdict(ServeOptions()),
+            "_mamba_cache_chunk_size": SNAPSHOT_GRID,
+            "mamba_radix_cache_strategy": "extra_buffer",
+        }
         for name, value in added.items():
             object.__setattr__(args, name, value)  # the host guards what it has published
         init_distributed_environment(

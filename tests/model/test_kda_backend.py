@@ -210,6 +210,22 @@ def test_a_snapshot_is_the_state_at_the_depth_that_the_host_records(
     assert_states(bench.states(request.state_slot), end, "working slot")
 
 
+@pytest.mark.parametrize("depth", range(6, 16))
+def test_k3_s_own_cache_asks_for_exact_depths(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a prefix off the grid, at the end of it, inside the extend and at its end."""
+    sequence, bench = Sequence.random(tiny_k3().config), Bench()
+    monkeypatch.setattr(bench.backend, "depth_unit", 1)
+    request, target = bench.runner.new_request(), bench.runner.new_state_slot()
+    bench.extend([request], [sequence], [6])
+    batch = bench.runner.extend([request], [9])
+    batch.mamba_track_mask = torch.tensor([True])
+    batch.mamba_track_seqlens = torch.tensor([depth])
+    batch.mamba_track_indices = torch.tensor([target])
+    bench.run(batch, [sequence.tokens(6, 15)])
+    assert_states(bench.states(target), states_after(sequence, depth), "snapshot")
+    assert_states(bench.states(request.state_slot), states_after(sequence, 15), "working slot")
+
+
 def test_only_requests_that_are_due_are_snapshot() -> None:
     """One with a prefix and due, one too short, one that starts here and is due."""
     config, bench = tiny_k3().config, Bench()

@@ -13,19 +13,20 @@ NEW_TOKENS = 8
 
 CI = [
     Configuration("default"),
-    Configuration("bf16-chunk-16", dtype="bfloat16", flags=("--chunked-prefill-size", "16"), grid=0),
+    Configuration("bf16-chunk-16", dtype="bfloat16", flags=("--chunked-prefill-size", "16"), chunk=16),
     Configuration(
         "odd-paged-chunk-64",
         preset="odd",
         experts="bf16",
         flags=("--page-size", "16", "--chunked-prefill-size", "64"),
+        chunk=64,
     ),
 ]
 FULL = [
     Configuration("deep", preset="deep"),
     Configuration("deep-bf16", preset="deep", dtype="bfloat16", experts="bf16"),
     Configuration(
-        "odd-mxfp4-chunk-16", preset="odd", flags=("--page-size", "16", "--chunked-prefill-size", "16"), grid=0
+        "odd-mxfp4-chunk-16", preset="odd", flags=("--page-size", "16", "--chunked-prefill-size", "16"), chunk=16
     ),
     Configuration("odd-bf16", preset="odd", dtype="bfloat16"),
     Configuration(
@@ -37,6 +38,7 @@ FULL = [
         "pp2-odd-paged-chunk-64",
         preset="odd",
         flags=("--pp-size", "2", "--page-size", "16", "--chunked-prefill-size", "64"),
+        chunk=64,
     ),
     Configuration("tp2-pp2", flags=("--tp-size", "2", "--ep-size", "2", "--pp-size", "2")),
     # Each rank has a cache of its own, and a prompt that comes again goes to the other.
@@ -57,11 +59,12 @@ FULL = [
     ),
     Configuration("tp2-ep2", flags=("--tp-size", "2", "--ep-size", "2")),
     Configuration("tp2-bf16-experts", experts="bf16", flags=("--tp-size", "2")),
-    Configuration("page-64", flags=("--page-size", "64", "--chunked-prefill-size", "128")),
-    Configuration("lazy", flags=("--mamba-radix-cache-strategy", "extra_buffer_lazy")),
+    Configuration("page-64", flags=("--page-size", "64", "--chunked-prefill-size", "128"), chunk=128),
+    Configuration("host-tree", flags=("--mamba-radix-cache-strategy", "extra_buffer"), is_host_tree=True),
+    Configuration("host-tree-lazy", flags=("--mamba-radix-cache-strategy", "extra_buffer_lazy"), is_host_tree=True),
     Configuration("no-radix", flags=("--disable-radix-cache",), grid=0),
-    Configuration("chunk-64", flags=("--chunked-prefill-size", "64")),
-    Configuration("chunk-16", flags=("--chunked-prefill-size", "16"), grid=0),
+    Configuration("chunk-64", flags=("--chunked-prefill-size", "64"), chunk=64),
+    Configuration("chunk-16", flags=("--chunked-prefill-size", "16"), chunk=16),
 ]
 # Pools of a size that suits a tiny model: the host would take nearly all memory of the device.
 SMALL_POOLS = ("--max-total-tokens", "32768", "--max-running-requests", "16", "--max-mamba-cache-size", "80")
@@ -105,7 +108,7 @@ def test_a_prompt_cold_and_warm(served: Served, length: int) -> None:
     prompt = random_prompt(served, length, seed=length)
     assert ask(served, prompt) == 0
     cached = ask(served, prompt)
-    if served.configuration.grid == 64 and length > 64:
+    if served.configuration.grid == 64:
         assert cached == (length - 1) // 64 * 64
 
 
@@ -123,10 +126,46 @@ def test_a_branch_in_the_middle_is_reused_from_the_second_time_on(served: Served
     trunk = random_prompt(served, 200, seed=1)
     branches = [trunk + random_prompt(served, 60, seed=seed) for seed in (2, 3, 4)]
     cached = [ask(served, branch) for branch in branches]
-    assert cached[0] == 0
-    if grid == 64:
+    fork = len(trunk) // 64 * 64
+    if grid == 64 and served.configuration.chunk <= 64:
+        # Each chunk of the first has left a state.
+        assert cached == [0, fork, fork]
+    elif grid == 64:
         # The second request replays up to the fork and leaves a state there; the third starts from it.
-        assert cached[2] == len(trunk) // grid * grid
+        assert cached == [0, 128 if served.configuration.chunk == 128 else 0, fork]
+
+
+def test_an_aligned_prompt_is_reused_up_to_the_boundary_before_and_continued_from_its_end(served: Served) -> None:
+    flush(served)
+    prompt = random_prompt(served, 192, seed=11)
+    cached = [ask(served, prompt), ask(served, prompt), ask(served, [*prompt, 1])]
+    if served.configuration.is_k3_tree:
+        assert cached == [0, 128, 192]
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_identical_prompts_that_arrive_together_are_computed_once(served: Served, count: int) -> None:
+    """The others wait for the state of the first, and compute what lies behind it."""
+    flush(served)
+    prompt = random_prompt(served, 8 * 64 + 37, seed=12 + count)
+    answers = generate_together(served.server, [prompt] * count, 2, served.oracle.vocab_size)
+    for answer in answers:
+        assert_parity(answer, served.oracle, served.configuration.tolerance)
+    if served.configuration.is_k3_tree:
+        assert sorted(answer.cached_tokens for answer in answers) == [0] + [512] * (count - 1)
+        assert sum(len(prompt) - answer.cached_tokens for answer in answers) <= 2 * len(prompt)
+
+
+def test_salted_prompts_share_nothing(served: Served) -> None:
+    flush(served)
+    prompt = random_prompt(served, 130, seed=13)
+    bodies = [
+        {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0}, "extra_key": salt}
+        for salt in ("a", "b", "a")
+    ]
+    cached = [served.server.post_json("/generate", body)["meta_info"]["cached_tokens"] for body in bodies]
+    if served.configuration.is_k3_tree:
+        assert cached == [0, 0, 128]
 
 
 def test_an_earlier_answer_is_continued(served: Served) -> None:
@@ -135,7 +174,8 @@ def test_an_earlier_answer_is_continued(served: Served) -> None:
     first = generate(served.server, prompt, 40, served.oracle.vocab_size)
     assert_parity(first, served.oracle, served.configuration.tolerance)
     cached = ask(served, prompt + first.tokens + random_prompt(served, 33, seed=6))
-    assert cached >= (64 if served.configuration.grid == 64 else 0)
+    if served.configuration.grid == 64:
+        assert cached == 64
 
 
 def test_a_batch_of_mixed_lengths_equals_one_by_one(served: Served) -> None:

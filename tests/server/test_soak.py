@@ -18,7 +18,11 @@ pytestmark = pytest.mark.server
 SEQUENCES = SequenceSet(count=4, written=192)
 
 
-@pytest.fixture(scope="module", params=["extra_buffer", pytest.param("extra_buffer_lazy", marks=pytest.mark.full)])
+# K3's own prefix cache, and the host's tree with each of its strategies.
+STRATEGIES = ("auto", *(pytest.param(name, marks=pytest.mark.full) for name in ("extra_buffer", "extra_buffer_lazy")))
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
 def server(request: pytest.FixtureRequest, tiny_cache: Path) -> Iterator[ServerProcess]:
     flags = (*SMALL_POOLS, "--mamba-radix-cache-strategy", request.param, *DEVICE_FLAGS)
     command = sglang_command(str(ensure_tiny(tiny_cache)), *flags)

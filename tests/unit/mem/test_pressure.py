@@ -141,6 +141,20 @@ def test_a_full_path_whose_states_are_all_protected_takes_no_more():
     server.check()
 
 
+def test_kv_without_a_state_tells_where_one_is_worth_planting(monkeypatch: pytest.MonkeyPatch):
+    """A prompt whose state found no slot, and an answer behind its last state."""
+    server = small_server(chunk=2048)
+    prompt = ids(200, seed=1)
+    with monkeypatch.context() as patch:
+        take = type(server.engine)._take_slot
+        patch.setattr(server.engine, "_take_slot", lambda owner: None if server.running else take(server.engine, owner))
+        first = server.serve(prompt, 100)
+    assert server.cache.counts.skipped == {"no slot": 2}
+    assert sorted(node.depth for node in server.tree.nodes()) == [192, 256]
+    assert [server.serve(prompt).cached[0] for _ in range(2)] == [0, 192]
+    assert [server.serve(first.prompt + first.answer + ids(90, seed=n)).cached[0] for n in (2, 3)] == [192, 256]
+
+
 def test_forks_do_not_count_towards_the_cap():
     server = small_server(chunk=2048, cap=1)
     trunk = ids(700, seed=1)

@@ -80,6 +80,19 @@ def test_a_session_never_keeps_a_request_from_its_slot():
     server.check()
 
 
+def test_sessions_that_hold_every_other_slot_make_way_for_a_second_request():
+    server = small_server(num_slots=8)
+    for n in range(9):
+        server.serve(ids(65, seed=n), 1, session=f"s{n}")
+    assert server.slots.num_free == 1
+    for n in range(2):
+        server.arrive(f"r{n}", ids(200, seed=50 + n), 5)
+    server.step()
+    assert len(server.running) == 2
+    server.run()
+    server.check()
+
+
 def test_a_session_never_keeps_a_request_from_its_kv():
     server = small_server(num_tokens=300)
     for n in range(3):

@@ -99,6 +99,27 @@ def test_a_wait_holds_nothing_and_ends_with_the_state(server: Scheduler):
     server.run()
 
 
+def test_nobody_waits_for_an_answer_in_progress(server: Scheduler):
+    """Its states are the tree's when it ends, which may be long."""
+    first = server.arrive("first", ids(200, seed=7), 400)
+    while len(first.answer) < 100:
+        server.step()
+    assert any(snapshot.depth == 256 for snapshot in first.lease.snapshots)
+    second = server.arrive("second", first.prompt + first.answer, 3)
+    server.step()
+    assert second.cached == [192]
+    server.run()
+
+
+def test_of_several_wanted_depths_the_deepest_is_planted():
+    server = small_server(chunk=2048)
+    prompt = ids(600, seed=8)
+    first = server.arrive("first", prompt, 3)
+    deep, shallow = (server.arrive(f"{n}", prompt[:n] + ids(50, seed=n), 3) for n in (450, 150))
+    server.run()
+    assert (first.cached, deep.cached, shallow.cached) == ([0], [448], [0])
+
+
 def test_other_namespaces_and_other_beginnings_do_not_wait(server: Scheduler):
     prompt = ids(300, seed=6)
     server.arrive("first", prompt, 3)
