@@ -253,7 +253,7 @@ class K3PrefixCache(BasePrefixCache):
         batch.mamba_track_mask = batch.mamba_track_indices = batch.mamba_track_seqlens = None
         if any(plan.inner for plan in plans):
             inner = [(plan.inner.slot_id, plan.inner.depth) if plan.inner else (-1, -1) for plan in plans]
-            slots, depths = torch.tensor(inner, dtype=torch.int64).to(self._device, non_blocking=True).unbind(1)
+            slots, depths = (torch.tensor(column, device=self._device) for column in zip(*inner, strict=True))
             batch.mamba_track_mask = depths >= 0
             batch.mamba_track_indices, batch.mamba_track_seqlens = slots, depths
 

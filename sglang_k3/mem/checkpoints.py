@@ -157,7 +157,7 @@ class CheckpointCache:
         return node
 
     def touch(self, node: TreeNode) -> None:
-        """A request starts from the state of ``node``: this state, and no other on its path, is used."""
+        """A request has started from the state of ``node``: this state, and no other on its path, is used."""
         node.used_at = next(self._clock)
         self._refresh_leaf(node)
         if node.checkpoint is not None:

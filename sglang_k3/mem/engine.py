@@ -85,7 +85,6 @@ class CheckpointEngine:
             self.cache.unlock(match.node)
             return Refusal.NO_STATE_SLOT
         lease.working = working
-        self.cache.touch(match.node)
         self._leases[lease] = None
         self._in_flight.add(lease)
         return lease
@@ -114,7 +113,9 @@ class CheckpointEngine:
         copies = []
         for plan in plans:
             lease = plan.lease
-            self._release_source(lease)
+            if lease.source is not None:
+                self.cache.touch(lease.source)
+                self._release_source(lease)
             self.moves.forwarded(lease.working, lease, depth=plan.end)
             lease.computed = plan.end
             if plan.inner is not None:

@@ -95,6 +95,18 @@ def test_a_refused_admission_leaves_the_ledger_as_it_was():
     assert request.cached == [64]
 
 
+def test_a_request_that_never_started_has_used_nothing():
+    """Asked for again and again without room for its KV, it does not keep the state that it would start from."""
+    server = small_server(num_slots=8)
+    prompts = [ids(100, seed=n) for n in range(2)]
+    for prompt in prompts:
+        server.serve(prompt, 1)
+    lease = server.engine.admit("r", None, prompts[0])
+    server.engine.discard(lease, server.cache.kv_locs(lease.node, 0))
+    assert server.cache.evict_state()
+    assert [server.cache.match(None, lease.tokens[:-1]).state_depth, server.serve(prompts[1]).cached] == [0, [64]]
+
+
 @pytest.mark.parametrize("moment", range(9))
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_an_abort_at_any_moment_gives_everything_back(moment: int, lag: int):
