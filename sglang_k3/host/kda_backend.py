@@ -119,7 +119,8 @@ class K3KDABackend(MambaAttnBackendBase):
         }
         mixed_qkv = self.short_conv_prefill(mixed_qkv, layer.conv_weights, conv_states=pool.conv[0], **where)
         q, k, v, g, beta = self._recurrence_inputs(layer, mixed_qkv, a, b)
-        return self.kda_prefill(q, k, v, g, beta, ssm_states=pool.temporal, scale=layer.head_k_dim**-0.5, **where)
+        options = {"scale": layer.head_k_dim**-0.5, "lower_bound": layer.lower_bound}
+        return self.kda_prefill(q, k, v, g, beta, ssm_states=pool.temporal, **options, **where)
 
     def forward_decode(
         self,

@@ -12,6 +12,7 @@ device tensors: a kernel can be captured in a CUDA graph, the reference reads th
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from sglang_k3.kernels import OpContext, bind
@@ -40,6 +41,7 @@ def kda_prefill(
     cache_indices: Tensor,
     has_initial_state: Tensor,
     scale: float,
+    lower_bound: float = -math.inf,
     track_lens: Tensor | None = None,
     track_indices: Tensor | None = None,
 ) -> Tensor:
@@ -55,6 +57,7 @@ def kda_prefill(
         cache_indices: slot of each sequence ``[B]``; -1 is a padding row: its output is zero, no slot is touched.
         has_initial_state: ``[B]``, bool; where false the state starts at zero and the old content is ignored.
         scale: multiplies the normalised q; ``K ** -0.5`` in K3.
+        lower_bound: no element of g is lower, on the word of the caller; the closer, the fewer passes a kernel needs.
         track_lens: tokens of the extend after which to take a snapshot ``[B]``, ``0 <= n <= length``; -1 for none.
         track_indices: slot that receives the snapshot ``[B]``; never one that this call uses otherwise (I4).
     Returns:
@@ -94,6 +97,7 @@ def kda_prefill(
         cache_indices=cache_indices,
         has_initial_state=has_initial_state,
         scale=scale,
+        lower_bound=lower_bound,
         track_lens=track_lens,
         track_indices=track_indices,
     )
