@@ -19,14 +19,17 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import BOOL, FLOATS, FP32, INTEGERS, check_dtypes, check_shapes, check_together
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.kda_prefill import reference
-from sglang_k3.kernels.triton_support import triton_impl
+from sglang_k3.kernels.triton_support import supports_triton_up_to, triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "kda_prefill"]
 
-IMPLS: tuple[Impl, ...] = (triton_impl(reference.kda_prefill), reference_impl(reference.kda_prefill))
+IMPLS: tuple[Impl, ...] = (
+    triton_impl(reference.kda_prefill, supports_triton_up_to(K=128, V=128)),
+    reference_impl(reference.kda_prefill),
+)
 
 
 def kda_prefill(

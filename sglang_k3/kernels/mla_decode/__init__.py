@@ -20,14 +20,17 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import BOOL, FLOATS, INTEGERS, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.mla_decode import reference
-from sglang_k3.kernels.triton_support import triton_impl
+from sglang_k3.kernels.triton_support import supports_triton_up_to, triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "mla_decode"]
 
-IMPLS: tuple[Impl, ...] = (triton_impl(reference.mla_decode), reference_impl(reference.mla_decode))
+IMPLS: tuple[Impl, ...] = (
+    triton_impl(reference.mla_decode, supports_triton_up_to(D=576)),
+    reference_impl(reference.mla_decode),
+)
 
 
 def mla_decode(
