@@ -208,6 +208,19 @@ SEAMS: tuple[Seam, ...] = (
         module="seam_stream",
     ),
     Seam(
+        name="no compiler",
+        targets=(
+            "sglang.srt.model_executor.forward_batch_info.clamp_position",
+            "sglang.srt.model_executor.forward_batch_info._clamp_position_native",
+            "sglang.srt.layers.vocab_parallel_embedding.get_masked_input_and_mask",
+            "sglang.srt.layers.sampler.multinomial_with_seed",
+        ),
+        why="the host's first decode step waits for nvcc, its first step of two ranks for torch.compile",
+        until="binaries of these in the host",
+        scope="scheduler",
+        module="seam_compilers",
+    ),
+    Seam(
         name="padding of data-parallel ranks",
         targets=("sglang.srt.layers.dp_attention.DpPaddingMode.get_dp_padding_mode",),
         why="the host pads the ranks to one length, with tokens that belong to no request",

@@ -69,6 +69,11 @@ GPU = [
     Configuration("gpu", flags=SMALL_POOLS),
     Configuration("gpu-odd-bf16", preset="odd", dtype="bfloat16", flags=(*SMALL_POOLS, "--chunked-prefill-size", "64")),
 ]
+TWO_RANKS = (*SMALL_POOLS, "--tp-size", "2")
+TWO_GPUS = [
+    Configuration("tp2-nccl", flags=(*TWO_RANKS, "--ep-size", "2", "--disable-custom-all-reduce")),
+    Configuration("tp2-bf16", dtype="bfloat16", experts="bf16", flags=TWO_RANKS),
+]
 pytestmark = [
     pytest.mark.server,
     pytest.mark.parametrize(
@@ -77,6 +82,7 @@ pytestmark = [
             *(pytest.param(c, id=c.name) for c in CI),
             *(pytest.param(c, id=c.name, marks=pytest.mark.full) for c in FULL),
             *(pytest.param(c, id=c.name, marks=pytest.mark.gpu) for c in GPU),
+            *(pytest.param(c, id=c.name, marks=pytest.mark.multigpu) for c in TWO_GPUS),
         ],
         indirect=True,
     ),

@@ -212,6 +212,18 @@ def test_stages_on_a_cpu_share_the_cores_and_open_no_nccl(checkpoint: Path, monk
     assert [os.environ.get(name) for name in names] == ["2", "0,1,2,3|4,5,6,7", "/nonexistent"]
 
 
+def test_no_communicator_is_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.environ import envs
+
+    from sglang_k3.integration import environment
+
+    monkeypatch.delenv("SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2", raising=False)
+    environment.set_for_k3(run_dtype="bfloat16", device="cuda", tp_size=2, pp_size=1)
+    assert envs.SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2.get() is False
+    environment.clear()
+    assert envs.SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2.get() is True
+
+
 def test_another_model_package_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "other.models")
     with pytest.raises(K3Error, match=r"is 'other.models', but .* Unset it"):
