@@ -108,7 +108,8 @@ class K3KDABackend(MambaAttnBackendBase):
             # The host rounds a depth that it wants down to its chunk, and adds one to ask for an inner one.
             wanted = forward_batch.mamba_track_seqlens - forward_batch.extend_prefix_lens
             wanted = wanted // self.state_chunk * self.state_chunk
-            track_lens = torch.where(forward_batch.mamba_track_mask, wanted, -1)
+            # One integer type, whichever the host has: each would be a kernel of its own.
+            track_lens = torch.where(forward_batch.mamba_track_mask, wanted, -1).int()
         return KDAMetadata(
             cache_indices,
             cu_seqlens=cu_seqlens,
