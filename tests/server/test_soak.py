@@ -18,6 +18,10 @@ pytestmark = pytest.mark.server
 SEQUENCES = SequenceSet(count=4, written=192)
 
 
+# Two hundred at once, each batch size under the next larger CUDA graph.
+WIDE_POOLS = ("--max-running-requests", "200", "--max-total-tokens", "131072", "--max-mamba-cache-size", "1000")
+
+
 @pytest.fixture(scope="module", params=["extra_buffer", pytest.param("extra_buffer_lazy", marks=pytest.mark.full)])
 def server(request: pytest.FixtureRequest, tiny_cache: Path) -> Iterator[ServerProcess]:
     flags = (*SMALL_POOLS, "--mamba-radix-cache-strategy", request.param, *DEVICE_FLAGS)
@@ -35,3 +39,17 @@ def test_every_answer_is_right_and_nothing_is_left(server: ServerProcess, tiny_c
     assert report.faults == ()
     assert report.finished > 0.8 * count
     assert report.retracted_answers > 0, "nothing was retracted: the pools are too large for this to try anything"
+
+
+@pytest.mark.gpu
+def test_two_hundred_at_once_on_a_gpu(tiny_cache: Path) -> None:
+    """Every answer as alone, that of a request beside which others are given up at random moments included."""
+    folder = ensure_tiny(tiny_cache)
+    sequences = ensure_continuations(folder, SEQUENCES, tiny_cache)
+    log = tiny_cache / "logs" / "soak-gpu.log"
+    with ServerProcess(sglang_command(str(folder), *WIDE_POOLS, *DEVICE_FLAGS), log_path=log) as server:
+        report = soak(server, log, plan(sequences, 600, seed=1), concurrency=200)
+        server.check_alive()
+    assert report.faults == ()
+    assert report.finished > 480 and report.aborted > 20
+    assert "cuda graph: True" in log.read_text(), "no step ran as a CUDA graph"
