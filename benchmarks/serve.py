@@ -256,7 +256,7 @@ class Waiting:
         self._last = ""
 
     def __call__(self, waited: float, message: str) -> None:
-        if message != self._last:
+        if message != self._last and "/health" not in message:
             self._last = message
             print(f"{waited:5.0f} s  {message[:150]}", flush=True)
 

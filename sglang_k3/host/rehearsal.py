@@ -30,7 +30,7 @@ def rehearse(runner: ModelRunner, decode_sizes: Iterable[int]) -> None:
     """One forward pass without a head for each batch size of decoding, and for prompts of many lengths."""
     longest = runner.server_args.chunked_prefill_size
     longest = runner.model_config.context_len - 1 if longest is None or longest < 1 else longest
-    with torch.inference_mode():
+    with torch.no_grad():
         for size in decode_sizes:
             _forward(runner, _decode(runner, size), size)
         for length in {*(n for n in PROMPT_LENGTHS if n < longest), longest}:

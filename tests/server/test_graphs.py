@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,11 +40,13 @@ class Answer:
 
 @pytest.fixture(scope="module")
 def servers(tiny_cache: Path) -> Iterator[tuple[ServerProcess, ServerProcess]]:
-    with start(WITH, tiny_cache, tiny_cache / "logs")[0] as graphs:
-        with start(WITHOUT, tiny_cache, tiny_cache / "logs")[0] as eager:
-            yield graphs, eager
-            eager.check_alive()
+    pending = [start(configuration, tiny_cache, tiny_cache / "logs")[0] for configuration in (WITH, WITHOUT)]
+    with contextlib.ExitStack() as stack:
+        with ThreadPoolExecutor(2) as pool:
+            graphs, eager = pool.map(stack.enter_context, pending)
+        yield graphs, eager
         graphs.check_alive()
+        eager.check_alive()
 
 
 def ask(server: ServerProcess, prompt: list[int]) -> Answer:
