@@ -134,7 +134,10 @@ def main(processes: int) -> int:
     for op in OPS.values():
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(f"{op}.triton_impl")
-    capability, *jobs = sys.stdin.read().splitlines()
+    asked = sys.stdin.read()
+    if not asked:  # the server ended before it knew its kernels
+        return 0
+    capability, *jobs = asked.splitlines()
     driver.set_active(CompileOnlyDriver(int(capability)))
     # The slowest first would be best; the longest description is a good guess of it.
     jobs.sort(key=len, reverse=True)
