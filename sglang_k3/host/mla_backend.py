@@ -61,8 +61,6 @@ class MLAMetadata:
 class K3MLABackend(AttentionBackend):
     """MLA through this package's ops, on every device."""
 
-    needs_cpu_seq_lens = False
-
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
         self.req_to_token_pool = model_runner.req_to_token_pool
