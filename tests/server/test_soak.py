@@ -42,14 +42,25 @@ def test_every_answer_is_right_and_nothing_is_left(server: ServerProcess, tiny_c
 
 
 @pytest.mark.gpu
-def test_two_hundred_at_once_on_a_gpu(tiny_cache: Path) -> None:
-    """Every answer as alone, that of a request beside which others are given up at random moments included."""
+@pytest.mark.parametrize(
+    ("flags", "env", "count", "concurrency"),
+    [
+        pytest.param(WIDE_POOLS, {}, 600, 200, id="two hundred at once"),
+        pytest.param((*SMALL_POOLS, "--page-size", "1"), EAGER, 300, 24, id="retracted"),
+    ],
+)
+def test_under_cuda_graphs(
+    tiny_cache: Path, flags: tuple[str, ...], env: dict[str, str], count: int, concurrency: int
+) -> None:
+    """Every answer as alone, that of a request beside which others are given up or taken back included."""
     folder = ensure_tiny(tiny_cache)
     sequences = ensure_continuations(folder, SEQUENCES, tiny_cache)
-    log = tiny_cache / "logs" / "soak-gpu.log"
-    with ServerProcess(sglang_command(str(folder), *WIDE_POOLS, *DEVICE_FLAGS), log_path=log) as server:
-        report = soak(server, log, plan(sequences, 600, seed=1), concurrency=200)
+    log = tiny_cache / "logs" / f"soak-gpu-{concurrency}.log"
+    command = sglang_command(str(folder), *flags, *DEVICE_FLAGS)
+    with ServerProcess(command, log_path=log, env=os.environ | env) as server:
+        report = soak(server, log, plan(sequences, count, seed=1), concurrency=concurrency)
         server.check_alive()
     assert report.faults == ()
-    assert report.finished > 480 and report.aborted > 20
+    assert report.finished > 0.8 * count and report.aborted > 0
+    assert (report.retracted_answers > 0) == bool(env)
     assert "cuda graph: True" in log.read_text(), "no step ran as a CUDA graph"
