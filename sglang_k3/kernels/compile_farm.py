@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -141,8 +142,9 @@ def main(processes: int) -> int:
     driver.set_active(CompileOnlyDriver(int(capability)))
     # The slowest first would be best; the longest description is a good guess of it.
     jobs.sort(key=len, reverse=True)
-    with multiprocessing.get_context("fork").Pool(min(processes, max(1, len(jobs)))) as pool:
-        for _ in pool.imap_unordered(compile_one, jobs):
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
+        for compiled in as_completed([pool.submit(compile_one, job) for job in jobs]):
+            compiled.result()
             sys.stdout.write("done\n")
             sys.stdout.flush()
     return 0
