@@ -110,7 +110,7 @@ def main() -> None:
         if everything or args.start:
             bench.record(bench.cold_start(f"{command} --start"))
         if loads or everything or args.step:
-            with bench.serve() as server:
+            with bench.generator, bench.serve() as server:
                 if everything or args.step:
                     bench.record(bench.step(server, f"{command} --step"))
                 for load in loads:
@@ -123,6 +123,7 @@ class Bench:
     def __init__(self, model: str, flags: tuple[str, ...], folder: Path, *, quick: bool, saves: bool) -> None:
         self.model, self.flags, self.folder = model, flags, folder
         self.quick, self.saves = quick, saves
+        self.generator = LoadGenerator()
 
     def record(self, rows: list[Row]) -> None:
         for row in rows:
@@ -177,7 +178,7 @@ class Bench:
             *("--num-prompts", str(count), "--max-concurrency", str(load.concurrency), *load.flags),
             *("--tokenizer", str(self.tokenizer()), "--output-file", str(result)),
         ]
-        subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+        self.generator.run(arguments[2:])
         server.check_alive()
         figures = json.loads(result.read_text().splitlines()[-1])
         if figures["completed"] < 1:
@@ -247,6 +248,41 @@ class Bench:
                 raise SystemExit("the server wrote no trace within a minute; see its log")
             size = now
             time.sleep(0.5)
+
+
+class LoadGenerator:
+    """The host's load generator as one process for all loads: to import it takes longer than some of them."""
+
+    PROGRAM = """
+import json, sys
+from sglang.benchmark import serving
+for line in sys.stdin:
+    sys.argv = ["sglang.benchmark.serving", *json.loads(line)]
+    serving.cli_main()
+    print("\\nthis load is done", flush=True)
+"""
+
+    def __enter__(self) -> LoadGenerator:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self.PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def run(self, arguments: list[str]) -> None:
+        """One load, its progress on stderr."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(arguments) + "\n")
+        self._process.stdin.flush()
+        said = []
+        for line in self._process.stdout:
+            if line == "this load is done\n":
+                return
+            said.append(line)
+        raise SystemExit(f"the host's load generator ended by itself:\n{''.join(said[-20:])}")
 
 
 class Waiting:
