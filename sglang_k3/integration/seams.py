@@ -221,6 +221,15 @@ SEAMS: tuple[Seam, ...] = (
         module="seam_compilers",
     ),
     Seam(
+        name="before the capture",
+        targets=("sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_cuda_graphs",),
+        why="Triton compiles one kernel after the other, each when it is first launched; and the host drops graphs of "
+        "batches that are too large in silence",
+        until="a place of the host for work before the capture",
+        scope="scheduler",
+        module="seam_capture",
+    ),
+    Seam(
         name="padding of data-parallel ranks",
         targets=("sglang.srt.layers.dp_attention.DpPaddingMode.get_dp_padding_mode",),
         why="the host pads the ranks to one length, with tokens that belong to no request",
