@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/readme.py
 
-A table stands between ``<!-- rows: TOPIC -->`` (figures of ``benchmarks/results/TOPIC.json``), ``<!-- slice -->``
-(those of the unit slice, the two routings side by side) or ``<!-- seams -->`` (the ledger of the plugin) and
-``<!-- end -->``; nothing in between is written by hand.
+A table stands between ``<!-- rows: TOPIC -->`` (figures of ``benchmarks/results/TOPIC.json``),
+``<!-- impls: TOPIC -->`` (those of several implementations, side by side), ``<!-- slice -->`` (those of the unit slice,
+likewise its two routings) or ``<!-- seams -->`` (the ledger of the plugin) and ``<!-- end -->``; nothing in between is
+written by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rows import ROOT, load
 
 from sglang_k3.integration.seams import SEAMS
 
-_BLOCK = re.compile(r"(<!-- (rows|seams|slice)(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (rows|impls|seams|slice)(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def with_tables(text: str) -> str:
@@ -23,7 +24,8 @@ def with_tables(text: str) -> str:
 
     def rewritten(block: re.Match[str]) -> str:
         start, kind, topic, end = block.groups()
-        return start + (_rows(topic) if kind == "rows" else _seams() if kind == "seams" else _slice()) + end
+        tables = {"rows": _rows, "impls": _impls}
+        return start + (tables[kind](topic) if kind in tables else _seams() if kind == "seams" else _slice()) + end
 
     return _BLOCK.sub(rewritten, text)
 
@@ -34,6 +36,20 @@ def _rows(topic: str) -> str:
         limit = "" if row["baseline"] is None else f"{row['baseline']:g} {row['unit']}"
         figure = f"{row['value']:g} {row['unit']}"
         lines.append(f"| {row['case']} | {figure} | {limit} | {row['hardware']} | {row['date']} |")
+    return "\n".join(lines) + "\n"
+
+
+def _impls(topic: str) -> str:
+    """A line per case: microseconds of each implementation, which the last part of a row's case names."""
+    figures: dict[str, dict[str, float]] = {}
+    for row in load(topic):
+        case, _, impl = str(row["case"]).rpartition("/")
+        figures.setdefault(case, {"floor": row["baseline"]})[impl] = row["value"]
+    impls = list(dict.fromkeys(impl for by_impl in figures.values() for impl in by_impl))
+    lines = [f"| us | {' | '.join(impls)} |", "| --- |" + " --- |" * len(impls)]
+    for case, by_impl in figures.items():
+        cells = [f"{by_impl[impl]:,.0f}" if impl in by_impl else "" for impl in impls]
+        lines.append(f"| `{case}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -230,6 +230,28 @@ SEAMS: tuple[Seam, ...] = (
         module="seam_stream",
     ),
     Seam(
+        name="no compiler",
+        targets=(
+            "sglang.srt.model_executor.forward_batch_info.clamp_position",
+            "sglang.srt.model_executor.forward_batch_info._clamp_position_native",
+            "sglang.srt.layers.vocab_parallel_embedding.get_masked_input_and_mask",
+            "sglang.srt.layers.sampler.multinomial_with_seed",
+        ),
+        why="the host's first decode step waits for nvcc, its first step of two ranks for torch.compile",
+        until="binaries of these in the host",
+        scope="scheduler",
+        module="seam_compilers",
+    ),
+    Seam(
+        name="before the capture",
+        targets=("sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_cuda_graphs",),
+        why="Triton compiles one kernel after the other, each when it is first launched; and the host drops graphs of "
+        "batches that are too large in silence",
+        until="a place of the host for work before the capture",
+        scope="scheduler",
+        module="seam_capture",
+    ),
+    Seam(
         name="padding of data-parallel ranks",
         targets=("sglang.srt.layers.dp_attention.DpPaddingMode.get_dp_padding_mode",),
         why="the host pads the ranks to one length, with tokens that belong to no request",
