@@ -235,13 +235,13 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
     args = SimpleNamespace(
         **{"device": "cuda", "dtype": "bfloat16", "mamba_ssm_dtype": "float32", "mem_fraction_static": 0.9},
         **{"max_mamba_cache_size": None, "max_total_tokens": None, "chunked_prefill_size": 8192},
-        **{"tp_size": 8, "dp_size": 1, "pp_size": 1},
+        **{"tp_size": 8, "dp_size": 1, "pp_size": 1, "radix_cache_backend": "k3"},
     )
     h200 = 143771 * 2**20
     with pytest.raises(K3Error) as refused:
         refuse_what_does_not_fit(args, config, h200)
     numbers = re.fullmatch(
-        r"The model does not fit: it needs ([\d.]+) GB on each GPU: ([\d.]+) of weights, ([\d.]+) of 5 states, "
+        r"The model does not fit: it needs ([\d.]+) GB on each GPU: ([\d.]+) of weights, ([\d.]+) of 4 states, "
         r"([\d.]+) of 8192 cached tokens, but --mem-fraction-static 0.9 of this GPU's 150.8 GB is 135.7. "
         r"Spread it over (\d+) GPUs or more with --tp-size and --pp-size.",
         str(refused.value),
