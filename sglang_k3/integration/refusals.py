@@ -92,7 +92,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "other trees do not keep K3's states",
         f"Leave the flag out; {PREFIX_CACHE} is used.",
     ),
-    Refusal("radix_eviction_policy", _only("lru"), "K3's cache evicts the least recently used"),
     Refusal("enable_unified_memory", _UNSET, "the unified pool has no MLA side yet"),
     Refusal("enable_page_major_kv_layout", _UNSET, "the page-major layout has no MLA side yet"),
     Refusal("enable_int8_mamba_checkpoint", _UNSET, "states are kept in full precision"),

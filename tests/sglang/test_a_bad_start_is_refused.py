@@ -153,7 +153,10 @@ def test_a_misspelt_name_is_refused() -> None:
         ({"k3_checkpoints_per_path": -2}, "--k3-checkpoints-per-path -2 keeps no state"),
         ({"max_mamba_cache_size": 3}, "A pool of 3 state slots is too small for one request.* that works is 4"),
         ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend flexkv does not work.*k3 is used"),
-        ({"radix_eviction_policy": "lfu"}, "--radix-eviction-policy lfu does not work"),
+        (
+            {"radix_cache_backend": "k3", "radix_eviction_policy": "lfu"},
+            "--radix-eviction-policy lfu is of the host's prefix cache",
+        ),
         (
             {"radix_cache_backend": "k3", "mamba_radix_cache_strategy": "extra_buffer"},
             "--mamba-radix-cache-strategy extra_buffer is of the host's prefix cache.*Leave out one of the two",
