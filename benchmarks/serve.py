@@ -238,16 +238,13 @@ class Bench:
             "record_shapes": False,
         }
         threading.Thread(target=server.post_text, args=("/start_profile", request), daemon=True).start()
-        deadline, size = time.monotonic() + 60.0, -1
-        while True:
-            found = list(folder.glob("*.trace.json.gz"))
-            now = found[0].stat().st_size if found else -1
-            if now > 0 and now == size:
-                return profile_of(read_trace(found[0]))
+        deadline = time.monotonic() + 60.0
+        while f"Traces are saved to: {folder}" not in server.log_path.read_text(errors="replace"):
             if time.monotonic() > deadline:
                 raise SystemExit("the server wrote no trace within a minute; see its log")
-            size = now
-            time.sleep(0.5)
+            time.sleep(0.2)
+        (trace,) = folder.glob("*.trace.json.gz")
+        return profile_of(read_trace(trace))
 
 
 class LoadGenerator:
