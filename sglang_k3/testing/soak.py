@@ -131,7 +131,7 @@ def plan(sequences: Sequence[Continuation], count: int, *, seed: int) -> Iterabl
         patience = float(rng.randint(1, end - cut)) if streamed else rng.uniform(0.0, 2.0)
         wants_logprobs = rng.random() < 0.5
         yield Request(
-            rid=f"soak-{seed}-{n}",
+            rid=f"soak-{seed}-{n:06}",  # none begins with another: an abort of the host ends all that begin so
             prompt=sequence.ids[:cut],
             answer=sequence.ids[cut:end],
             logprobs=sequence.logprobs[cut - sequence.given : end - sequence.given] if wants_logprobs else None,
