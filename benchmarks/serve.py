@@ -221,7 +221,6 @@ class Bench:
             ("step_ms", step_ms, None),
             ("gpu_ms", quiet.gpu_ms, None),
             ("host_ms", step_ms - quiet.gpu_ms, HOST_OVERHEAD_LIMIT_MS),
-            ("outside_graph_gpu_ms", quiet.outside_ms, None),
         )
         return [
             Row(case=case, metric=name, value=round(value, 3), unit="ms", baseline=limit, command=command)
@@ -335,7 +334,7 @@ def _step_ms(log: str) -> float:
 def _description(step_ms: float, quiet: StepProfile, told: StepProfile) -> str:
     lines = [
         f"a step takes {step_ms:.3f} ms ({quiet.step_ms:.3f} under the profiler), the GPU works {quiet.gpu_ms:.3f} of "
-        f"it, {quiet.outside_ms:.3f} outside of the graph, started by {quiet.launches:.0f} calls beside the replay",
+        f"it; {quiet.launches:.0f} calls beside the replay start work on it",
         "of the host's time, by function without its callees (under the profiler):",
         *(f"  {share:6.1%}  {name}" for share, name in told.functions),
     ]
