@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/readme.py
 
 A table stands between ``<!-- rows: TOPIC -->`` (figures of ``benchmarks/results/TOPIC.json``),
-``<!-- impls: TOPIC -->`` (those of several implementations, side by side), ``<!-- slice -->`` (those of the unit slice,
-likewise its two routings) or ``<!-- seams -->`` (the ledger of the plugin) and ``<!-- end -->``; nothing in between is
-written by hand.
+``<!-- impls: TOPIC -->`` (those of several implementations, side by side), ``<!-- metrics: TOPIC -->`` (likewise of
+several metrics), ``<!-- slice -->`` (of the unit slice, likewise its two routings) or ``<!-- seams -->`` (the ledger of
+the plugin) and ``<!-- end -->``; nothing in between is written by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rows import ROOT, load
 
 from sglang_k3.integration.seams import SEAMS
 
-_BLOCK = re.compile(r"(<!-- (rows|impls|seams|slice)(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (rows|impls|metrics|seams|slice)(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def with_tables(text: str) -> str:
@@ -24,7 +24,7 @@ def with_tables(text: str) -> str:
 
     def rewritten(block: re.Match[str]) -> str:
         start, kind, topic, end = block.groups()
-        tables = {"rows": _rows, "impls": _impls}
+        tables = {"rows": _rows, "impls": _impls, "metrics": _metrics}
         return start + (tables[kind](topic) if kind in tables else _seams() if kind == "seams" else _slice()) + end
 
     return _BLOCK.sub(rewritten, text)
@@ -51,6 +51,20 @@ def _impls(topic: str) -> str:
         cells = [f"{by_impl[impl]:,.0f}" if impl in by_impl else "" for impl in impls]
         lines.append(f"| `{case}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _metrics(topic: str) -> str:
+    """A line per case and a column per metric; a table for the cases that have the same metrics."""
+    figures: dict[str, dict[str, str]] = {}
+    for row in load(topic):
+        limit = "" if row["baseline"] is None else f" (limit {row['baseline']:g})"
+        figures.setdefault(str(row["case"]), {})[str(row["metric"])] = f"{row['value']:,.5g}{limit}"
+    tables: dict[tuple[str, ...], list[str]] = {}
+    for case, by_metric in figures.items():
+        metrics = tuple(by_metric)
+        head = [f"| | {' | '.join(f'`{metric}`' for metric in metrics)} |", "| --- |" + " --- |" * len(metrics)]
+        tables.setdefault(metrics, head).append(f"| {case} | {' | '.join(by_metric.values())} |")
+    return "\n\n".join("\n".join(lines) for lines in tables.values()) + "\n"
 
 
 def _slice() -> str:

@@ -221,7 +221,6 @@ class Bench:
             ("step_ms", step_ms, None),
             ("gpu_ms", quiet.gpu_ms, None),
             ("host_ms", step_ms - quiet.gpu_ms, HOST_OVERHEAD_LIMIT_MS),
-            ("outside_graph_gpu_ms", quiet.outside_ms, None),
         )
         return [
             Row(case=case, metric=name, value=round(value, 3), unit="ms", baseline=limit, command=command)
@@ -238,16 +237,13 @@ class Bench:
             "record_shapes": False,
         }
         threading.Thread(target=server.post_text, args=("/start_profile", request), daemon=True).start()
-        deadline, size = time.monotonic() + 60.0, -1
-        while True:
-            found = list(folder.glob("*.trace.json.gz"))
-            now = found[0].stat().st_size if found else -1
-            if now > 0 and now == size:
-                return profile_of(read_trace(found[0]))
+        deadline = time.monotonic() + 60.0
+        while f"Traces are saved to: {folder}" not in server.log_path.read_text(errors="replace"):
             if time.monotonic() > deadline:
                 raise SystemExit("the server wrote no trace within a minute; see its log")
-            size = now
-            time.sleep(0.5)
+            time.sleep(0.2)
+        (trace,) = folder.glob("*.trace.json.gz")
+        return profile_of(read_trace(trace))
 
 
 class LoadGenerator:
@@ -338,7 +334,7 @@ def _step_ms(log: str) -> float:
 def _description(step_ms: float, quiet: StepProfile, told: StepProfile) -> str:
     lines = [
         f"a step takes {step_ms:.3f} ms ({quiet.step_ms:.3f} under the profiler), the GPU works {quiet.gpu_ms:.3f} of "
-        f"it, {quiet.outside_ms:.3f} outside of the graph, started by {quiet.launches:.0f} calls beside the replay",
+        f"it; {quiet.launches:.0f} calls beside the replay start work on it",
         "of the host's time, by function without its callees (under the profiler):",
         *(f"  {share:6.1%}  {name}" for share, name in told.functions),
     ]

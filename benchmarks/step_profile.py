@@ -25,7 +25,6 @@ class StepProfile:
     steps: replays that the trace holds in full.
     step_ms: median time between two of them, under the profiler.
     gpu_ms: of it, in which the GPU works.
-    outside_ms: of that, work that is not part of a graph: sampling, the inputs of the next step.
     launches: calls that start work on the GPU, the replay not counted, per step.
     functions: share of the step and name of the Python functions that take most, their callees left out.
     """
@@ -33,7 +32,6 @@ class StepProfile:
     steps: int
     step_ms: float
     gpu_ms: float
-    outside_ms: float
     launches: float
     functions: list[tuple[float, str]]
 
@@ -52,14 +50,11 @@ def profile_of(events: list[dict[str, Any]], top: int = 15) -> StepProfile:
     begin, end, steps = replays[0], replays[-1], len(replays) - 1
     inside = [event for event in events if begin <= event["ts"] < end]
     gpu = [event for event in inside if event.get("cat") in GPU_CATEGORIES]
-    # Kernels of a graph carry the node that they come from.
-    outside = [event for event in gpu if not event.get("args", {}).get("graph node id")]
     launches = [e for e in inside if e.get("cat") in ("cuda_runtime", "cuda_driver") and _starts_work(e["name"])]
     return StepProfile(
         steps=steps,
         step_ms=statistics.median(b - a for a, b in zip(replays, replays[1:], strict=False)) / 1000,
         gpu_ms=_covered(gpu) / steps / 1000,
-        outside_ms=_covered(outside) / steps / 1000,
         launches=len(launches) / steps,
         functions=_own_times([e for e in inside if e.get("cat") == "python_function"], end - begin)[:top],
     )

@@ -150,6 +150,15 @@ SEAMS: tuple[Seam, ...] = (
         function="install_main",
     ),
     Seam(
+        name="end of a waiting answer",
+        targets=("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req",),
+        why="the host ends the stream of a request that is aborted after a retraction with its last token alone",
+        until="outputs there as those of a running request",
+        scope="main process",
+        module="seam_stream",
+        function="install_main",
+    ),
+    Seam(
         name="sampling",
         targets=(
             "sglang.srt.layers.sampler.Sampler.forward",
@@ -228,6 +237,7 @@ SEAMS: tuple[Seam, ...] = (
         until="a check for tokens there",
         scope="scheduler",
         module="seam_stream",
+        function="install_scheduler",
     ),
     Seam(
         name="no compiler",

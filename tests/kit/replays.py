@@ -14,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 SIZES = [1, 2, 4, 8]
 TARGET = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph"
 
@@ -36,6 +38,8 @@ def register() -> None:
 
 
 def _capture(original: Callable[..., Any], *, model_runner: Any) -> Any:
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
     from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import DecodeGraphCapture
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
@@ -45,8 +49,16 @@ def _capture(original: Callable[..., Any], *, model_runner: Any) -> Any:
     model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner)
     decode_cuda_graph_runner.graph_capture = lambda: contextlib.nullcontext(SimpleNamespace(stream=None))
     decode_cuda_graph_runner.resolve_decode_backend = Replays
+    GroupCoordinator.all_gather_into_tensor = _all_gather
+    # On a CPU the host replays no idle step; on a GPU a rank without requests replays when the others do.
+    ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     runner = decode_cuda_graph_runner.DecodeCudaGraphRunner(model_runner)
     return DecodeGraphCapture(runner=runner, graph_mem_usage=0)
+
+
+def _all_gather(group: Any, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    """The host's own is an operator that it registers for accelerators only."""
+    torch.distributed.all_gather(list(output.chunk(group.world_size)), tensor, group=group.device_group)
 
 
 class Replays:

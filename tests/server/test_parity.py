@@ -80,16 +80,12 @@ GPU = [
     ),
 ]
 TWO_RANKS = (*SMALL_POOLS, "--tp-size", "2")
+NCCL_EAGER = ("--disable-custom-all-reduce", "--cuda-graph-backend-decode", "disabled")
 TWO_GPUS = [
-    Configuration("tp2-nccl", flags=(*TWO_RANKS, "--ep-size", "2", "--disable-custom-all-reduce")),
+    Configuration("tp2-nccl", flags=(*TWO_RANKS, "--ep-size", "2", *NCCL_EAGER)),
     Configuration("tp2-bf16", dtype="bfloat16", experts="bf16", flags=TWO_RANKS),
     Configuration("tp2-heads", preset="gpu", dtype="bfloat16", flags=TWO_RANKS),
-    Configuration(
-        "tp2-heads-eager-nccl",
-        preset="gpu",
-        dtype="bfloat16",
-        flags=(*TWO_RANKS, "--cuda-graph-backend-decode", "disabled", "--disable-custom-all-reduce"),
-    ),
+    Configuration("tp2-heads-eager-nccl", preset="gpu", dtype="bfloat16", flags=(*TWO_RANKS, *NCCL_EAGER)),
     Configuration(
         "dp2-heads",
         preset="gpu",

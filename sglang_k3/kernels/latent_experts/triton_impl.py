@@ -141,7 +141,7 @@ def latent_experts(
                 N=tile.n,
                 BLOCK_K=tile.k,
                 DOT=dot_dtype(z),
-                PTX=z.is_cuda and z.dtype == torch.bfloat16,
+                ON_GPU=z.device.type != "cpu",
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
             )
@@ -319,7 +319,7 @@ def _expert_linear(
     N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,
-    PTX: tl.constexpr,
+    ON_GPU: tl.constexpr,
 ):
     """``weight x^T`` for one tile of weight rows and one block of choices, activated if the rows are gate and up."""
     # The tiles of a block run side by side: they share its rows of x, and the next block may be of the same expert.
@@ -359,6 +359,7 @@ def _expert_linear(
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
     else:
         scale_rows = scale + expert.to(tl.int64) * scale_strides[0] + rows[:, None].to(tl.int64) * scale_strides[1]
+        PTX: tl.constexpr = ON_GPU and DOT.is_bf16()
         W: tl.constexpr = K // 8
         WHOLE: tl.constexpr = W % BLOCK_K == 0  # tiles fill the row, no column needs a check
         for start in range(0, W, BLOCK_K):
@@ -370,7 +371,7 @@ def _expert_linear(
             w = start + k % BLOCK_K
             a = tl.load(x_rows + k // BLOCK_K * W + w, mask=live & ((w < W) | WHOLE), other=0.0)
             total = tl.dot(_decode(words, codes, DOT, PTX), tl.trans(a), total, input_precision="ieee")
-            if PTX:
+            if ON_GPU:
                 # Nothing, but it reads the sum. Triton 3.6 lets products of the next round overwrite weights that a
                 # product of this one still reads, unless somebody waits for it.
                 total = tl.inline_asm_elementwise("", "=r,0", [total], dtype=tl.float32, is_pure=True, pack=1)
