@@ -68,24 +68,40 @@ FULL = [
 ]
 # Pools of a size that suits a tiny model: the host would take nearly all memory of the device.
 SMALL_POOLS = ("--max-total-tokens", "32768", "--max-running-requests", "16", "--max-mamba-cache-size", "80")
+K3_TREE = (*SMALL_POOLS, "--radix-cache-backend", "k3")  # on a CPU the default
 GPU = [
-    Configuration("gpu", flags=SMALL_POOLS),
-    Configuration("gpu-odd-bf16", preset="odd", dtype="bfloat16", flags=(*SMALL_POOLS, "--chunked-prefill-size", "64")),
-    Configuration("heads", preset="gpu", dtype="bfloat16", flags=SMALL_POOLS),
+    Configuration("gpu", flags=SMALL_POOLS, is_host_tree=True),
+    Configuration("gpu-k3-tree", flags=K3_TREE),
+    Configuration("heads-k3-tree", preset="gpu", dtype="bfloat16", flags=K3_TREE),
+    Configuration(
+        "gpu-odd-bf16",
+        preset="odd",
+        dtype="bfloat16",
+        flags=(*SMALL_POOLS, "--chunked-prefill-size", "64"),
+        is_host_tree=True,
+    ),
+    Configuration("heads", preset="gpu", dtype="bfloat16", flags=SMALL_POOLS, is_host_tree=True),
     Configuration(
         "heads-eager",
         preset="gpu",
         dtype="bfloat16",
         flags=(*SMALL_POOLS, "--cuda-graph-backend-decode", "disabled", "--chunked-prefill-size", "128"),
+        is_host_tree=True,
     ),
 ]
 TWO_RANKS = (*SMALL_POOLS, "--tp-size", "2")
 NCCL_EAGER = ("--disable-custom-all-reduce", "--cuda-graph-backend-decode", "disabled")
 TWO_GPUS = [
-    Configuration("tp2-nccl", flags=(*TWO_RANKS, "--ep-size", "2", *NCCL_EAGER)),
-    Configuration("tp2-bf16", dtype="bfloat16", experts="bf16", flags=TWO_RANKS),
-    Configuration("tp2-heads", preset="gpu", dtype="bfloat16", flags=TWO_RANKS),
-    Configuration("tp2-heads-eager-nccl", preset="gpu", dtype="bfloat16", flags=(*TWO_RANKS, *NCCL_EAGER)),
+    Configuration("tp2-nccl", flags=(*TWO_RANKS, "--ep-size", "2", *NCCL_EAGER), is_host_tree=True),
+    Configuration("tp2-bf16", dtype="bfloat16", experts="bf16", flags=TWO_RANKS, is_host_tree=True),
+    Configuration("tp2-heads", preset="gpu", dtype="bfloat16", flags=TWO_RANKS, is_host_tree=True),
+    Configuration(
+        "tp2-heads-eager-nccl",
+        preset="gpu",
+        dtype="bfloat16",
+        flags=(*TWO_RANKS, *NCCL_EAGER),
+        is_host_tree=True,
+    ),
     Configuration(
         "dp2-heads",
         preset="gpu",
@@ -93,11 +109,6 @@ TWO_GPUS = [
         flags=(*TWO_RANKS, "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention"),
         grid=0,
     ),
-]
-TWO_RANKS = (*SMALL_POOLS, "--tp-size", "2")
-TWO_GPUS = [
-    Configuration("tp2-nccl", flags=(*TWO_RANKS, "--ep-size", "2", "--disable-custom-all-reduce")),
-    Configuration("tp2-bf16", dtype="bfloat16", experts="bf16", flags=TWO_RANKS),
 ]
 pytestmark = [
     pytest.mark.server,
