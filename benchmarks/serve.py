@@ -148,7 +148,7 @@ class Bench:
     def cold_start(self, command: str) -> list[Row]:
         """From the start of the process to the first answered token: no kernel is cached, no CUDA compiler is there.
 
-        The caller has served the model before, so that files are in the machine's memory.
+        Whether the files are in the machine's memory is for whoever calls: a second run finds them there.
         """
         caches = self.folder / "empty"
         env = os.environ | {

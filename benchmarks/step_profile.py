@@ -43,7 +43,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def profile_of(events: list[dict[str, Any]], top: int = 15) -> StepProfile:
-    """Raises ``ValueError`` if the trace holds no two replays: no graph ran while it was taken."""
+    """Raises ``ValueError`` if the trace holds fewer than three replays: no decode steps ran as CUDA graphs in it."""
     replays = sorted(event["ts"] for event in events if event["name"].startswith(REPLAY))
     if len(replays) < 3:
         raise ValueError(f"the trace holds {len(replays)} calls of {REPLAY}: no decode steps ran as CUDA graphs in it.")

@@ -233,7 +233,8 @@ class K3PrefixCache(BasePrefixCache):
 
     def available_and_evictable_str(self) -> str:
         return (
-            f"{self._tree!r}, {self._cache.slots!r}, {self.token_to_kv_pool_allocator.available_size()} tokens free\n"
+            f"{self._tree!r}, {self._cache.slots!r}, {self.token_to_kv_pool_allocator.available_size()} tokens free, "
+            f"{self._cache.counts}\n"
         )
 
     def pretty_print(self) -> None:

@@ -29,7 +29,8 @@ PREFIXES = (64, 1000)
 def rehearse(runner: ModelRunner, decode_sizes: Iterable[int]) -> None:
     """One forward pass without a head for each batch size of decoding, and for prompts of many lengths."""
     longest = runner.server_args.chunked_prefill_size
-    longest = runner.model_config.context_len - 1 if longest is None or longest < 1 else longest
+    if longest is None or longest < 1:  # prompts are not cut; what is longer than this compiles nothing new
+        longest = min(runner.model_config.context_len - 1, max(PROMPT_LENGTHS))
     with torch.no_grad():
         for size in decode_sizes:
             _forward(runner, _decode(runner, size), size)

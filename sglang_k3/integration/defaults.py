@@ -108,7 +108,7 @@ def refuse_what_does_not_fit(args: K3ServerArgs, config: K3Config, device_bytes:
     stages = [get_pp_indices(config.num_hidden_layers, rank, args.pp_size) for rank in range(args.pp_size)]
     sizes = {
         "num_states": args.max_mamba_cache_size or _states_per_request(args),
-        "num_tokens": args.max_total_tokens or args.chunked_prefill_size or CPU_CHUNKED_PREFILL_TOKENS,
+        "num_tokens": args.max_total_tokens or max(args.chunked_prefill_size or 0, 0) or CPU_CHUNKED_PREFILL_TOKENS,
         "itemsize": 4 if args.dtype == "float32" else 2,
         "state_itemsize": 2 if args.mamba_ssm_dtype == "bfloat16" else 4,
     }
@@ -253,6 +253,11 @@ def _choose_prefix_cache(args: K3ServerArgs) -> None:
         ConfigError: both are asked for, or the pool of states is too small for one request.
     """
     if args.disable_radix_cache:
+        if args.radix_cache_backend is not None:
+            raise ConfigError(
+                f"--disable-radix-cache and --radix-cache-backend {args.radix_cache_backend} contradict each other: "
+                "leave out one of the two."
+            )
         return
     of_the_host = {
         f"--mamba-radix-cache-strategy {args.mamba_radix_cache_strategy}": args.mamba_radix_cache_strategy != "auto",
@@ -260,6 +265,8 @@ def _choose_prefix_cache(args: K3ServerArgs) -> None:
         f"--kv-events-config {args.kv_events_config}": bool(args.kv_events_config),
         "--enable-streaming-session": args.enable_streaming_session,
         "--enable-session-radix-cache": args.enable_session_radix_cache,
+        # It would preempt for a request that then waits for its prefix.
+        "--enable-priority-scheduling": args.enable_priority_scheduling and not args.disable_priority_preemption,
     }
     for flag in (flag for flag, is_given in of_the_host.items() if is_given):
         if args.radix_cache_backend is None:

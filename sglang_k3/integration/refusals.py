@@ -90,7 +90,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "radix_cache_backend",
         _only(None, PREFIX_CACHE),
         "other trees do not keep K3's states",
-        f"Leave the flag out; {PREFIX_CACHE} is used.",
+        f"Use {PREFIX_CACHE}, or leave the flag out.",
+    ),
+    Refusal(
+        "strip_thinking_cache",
+        _UNSET,
+        "the host frees KV behind the prompt itself, which the prefix cache may have by then",
     ),
     Refusal("enable_unified_memory", _UNSET, "the unified pool has no MLA side yet"),
     Refusal("enable_page_major_kv_layout", _UNSET, "the page-major layout has no MLA side yet"),

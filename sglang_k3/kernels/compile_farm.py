@@ -78,8 +78,11 @@ class CompileFarm:
             RuntimeError: one cannot be compiled; its error is on the server's log already.
         """
         assert self._child.stdin is not None and self._child.stdout is not None
-        self._child.stdin.write("\n".join([str(capability), *jobs.values()]))
-        self._child.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has died: the error below says what to do
+            self._child.stdin.write("\n".join([str(capability), *jobs.values()]))
+            self._child.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.close()
         done = 0
         for line in self._child.stdout:
             if line.startswith("done"):

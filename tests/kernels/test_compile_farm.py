@@ -74,3 +74,11 @@ def test_a_kernel_that_cannot_be_compiled_ends_the_wait(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "of 3 Triton kernels could not be compiled; the reason is above" in done.stderr
     assert "has no attribute '_gone'" in done.stderr
+
+
+def test_processes_that_died_early_are_an_error_with_a_remedy(tmp_path: Path) -> None:
+    dead = SCRIPT.replace("CompileFarm(2).compile(", "farm = CompileFarm(2); farm.close(); farm.compile(")
+    done = run(dead, tmp_path)
+    assert done.returncode == 1
+    assert "3 of 3 Triton kernels could not be compiled" in done.stderr
+    assert "BrokenPipeError" not in done.stderr

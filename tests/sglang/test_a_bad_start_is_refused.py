@@ -152,7 +152,10 @@ def test_a_misspelt_name_is_refused() -> None:
         ({"k3_checkpoints_per_path": 0}, "--k3-checkpoints-per-path 0 keeps no state to restore. Give at least 1"),
         ({"k3_checkpoints_per_path": -2}, "--k3-checkpoints-per-path -2 keeps no state"),
         ({"max_mamba_cache_size": 3}, "A pool of 3 state slots is too small for one request.* that works is 4"),
-        ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend flexkv does not work.*k3 is used"),
+        (
+            {"radix_cache_backend": "flexkv"},
+            "--radix-cache-backend flexkv does not work.*Use k3, or leave",
+        ),
         (
             {"radix_cache_backend": "k3", "radix_eviction_policy": "lfu"},
             "--radix-eviction-policy lfu is of the host's prefix cache",
@@ -165,6 +168,12 @@ def test_a_misspelt_name_is_refused() -> None:
             {"radix_cache_backend": "k3", "enable_streaming_session": True},
             "--enable-streaming-session is of the host's prefix cache",
         ),
+        (
+            {"radix_cache_backend": "k3", "enable_priority_scheduling": True},
+            "--enable-priority-scheduling is of the host's prefix cache",
+        ),
+        ({"radix_cache_backend": "k3", "disable_radix_cache": True}, "contradict each other: leave out one"),
+        ({"strip_thinking_cache": True}, "--strip-thinking-cache.*the host frees KV behind the prompt"),
         ({"cuda_graph_max_bs_decode": 8}, "--cuda-graph-max-bs-decode 8 needs a GPU"),
         ({"cuda_graph_bs_decode": [1, 2]}, "--cuda-graph-bs-decode 1 2 needs a GPU"),
         ({"cuda_graph_backend_prefill": "full"}, "--cuda-graph-backend-prefill full.*prompts are not captured"),
