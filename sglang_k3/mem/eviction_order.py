@@ -34,6 +34,10 @@ class EvictionOrder(Generic[Group]):
     def __contains__(self, node: TreeNode) -> bool:
         return node in self._current
 
+    def entry(self, node: TreeNode) -> tuple[Group, float] | None:
+        """Its group and key; None if it is not in."""
+        return self._current.get(node)
+
     def offer(self, node: TreeNode, group: Group, key: float) -> None:
         """Put a node in, or move it to another group or key."""
         if self._current.get(node) == (group, key):

@@ -99,9 +99,4 @@ def _moe_weights(config: K3Config) -> int:
     """Of the router, the latent projections, the chosen experts and the shared ones."""
     moe, hidden = config.moe, config.hidden_size
     experts = moe.top_k * 3 * moe.latent_size * moe.intermediate_size
-    return (
-        hidden * moe.num_experts
-        + 2 * hidden * moe.latent_size
-        + experts
-        + 3 * hidden * moe.shared_intermediate_size
-    )
+    return hidden * moe.num_experts + 2 * hidden * moe.latent_size + experts + 3 * hidden * moe.shared_intermediate_size

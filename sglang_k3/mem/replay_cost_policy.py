@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import heapq
+import itertools
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -58,13 +59,15 @@ ALL: Final = ~Mechanism(0)
 
 @dataclasses.dataclass(eq=False)
 class _Record:
-    """What the policy knows of a node's state."""
+    """What the policy knows of a node's state; the keys are what it is worth per use, alone and as a leaf."""
 
     used_at: int
     uses: int
     group: Group
     entered_at: int
     is_on_offer: bool = False
+    state_key: float = 0.0
+    leaf_key: float = 0.0
 
 
 class Value(NamedTuple):
@@ -95,7 +98,7 @@ class ReplayCostPolicy(CheckpointPolicy):
         record = self._look(node)
         if not record.is_on_offer:
             record.is_on_offer = True
-            self._place(node)
+            self._value_anew(node)
 
     def withdraw_state(self, node: TreeNode) -> None:
         if node.checkpoint is None:
@@ -109,7 +112,7 @@ class ReplayCostPolicy(CheckpointPolicy):
         self._leaves.offer(node, NO_STATE, node.used_at)
         if node.checkpoint is not None:
             self._look(node)
-            self._place(node)
+            self._value_anew(node)
 
     def withdraw_leaf(self, node: TreeNode) -> None:
         self._advance(node.used_at)
@@ -117,7 +120,7 @@ class ReplayCostPolicy(CheckpointPolicy):
         if node.checkpoint is not None:
             self._look(node)
         elif len(node.children) == 1:
-            self._place_below(node)  # the KV of its edge went with several branches, and now with one
+            self._value_below(node)  # the KV of its edge went with several branches, and now with one
 
     def state_victim(self) -> TreeNode | None:
         found = self._first(self._states)
@@ -162,9 +165,8 @@ class ReplayCostPolicy(CheckpointPolicy):
         record = _Record(checkpoint.used_at, checkpoint.uses, (0, 0), self._now)
         self._records[node] = record
         self._join(node, record)
-        if node in self._leaves:
-            self._place(node)
-        self._place_below(node)
+        self._value_anew(node)
+        self._value_below(node)
         return record
 
     def _forget(self, node: TreeNode) -> None:
@@ -181,7 +183,7 @@ class ReplayCostPolicy(CheckpointPolicy):
             if record.used_at > inherits.used_at:
                 inherits.used_at = record.used_at
                 self._regroup(above, inherits)
-        self._place_below(node)
+        self._value_below(node)
 
     def _join(self, node: TreeNode, record: _Record) -> None:
         """Into the group of its class and age; and when it leaves that for being older."""
@@ -199,7 +201,7 @@ class ReplayCostPolicy(CheckpointPolicy):
     def _regroup(self, node: TreeNode, record: _Record, *, is_used: bool = False) -> None:
         self._rates.leave(record.group, record.entered_at, self._now, is_used=is_used)
         self._join(node, record)
-        self._place(node)
+        self._place(node, record)
 
     def _advance(self, now: int) -> None:
         """Logical time has come to ``now``: whoever grew into another bucket on the way moves there."""
@@ -212,28 +214,29 @@ class ReplayCostPolicy(CheckpointPolicy):
         self._now = max(self._now, now)
         self._rates.advance(self._now)
 
-    def _place(self, node: TreeNode) -> None:
+    def _place(self, node: TreeNode, record: _Record) -> None:
         """Where the node stands in the orders that it is in."""
-        record = self._records[node]
-        is_leaf = node in self._leaves
-        if not (record.is_on_offer or is_leaf):
-            return
-        value = self._value(node)
         if record.is_on_offer:
-            self._states.offer(node, record.group, self._key(value, is_leaf=False))
-        if is_leaf:
-            self._leaves.offer(node, record.group, self._key(value, is_leaf=True))
+            self._states.offer(node, record.group, record.state_key)
+        if node in self._leaves:
+            self._leaves.offer(node, record.group, record.leaf_key)
 
-    def _place_below(self, node: TreeNode) -> None:
+    def _value_anew(self, node: TreeNode) -> None:
+        record = self._records[node]
+        value = self._value(node)
+        record.state_key, record.leaf_key = self._key(value, is_leaf=False), self._key(value, is_leaf=True)
+        self._place(node, record)
+
+    def _value_below(self, node: TreeNode) -> None:
         """The next states below: what is above them has changed."""
-        stack, budget = [*node.children.values()], WALK
+        stack, budget = [*itertools.islice(node.children.values(), WALK)], WALK
         while stack and budget:
             below = stack.pop()
             budget -= 1
             if below in self._records:
-                self._place(below)
+                self._value_anew(below)
             else:
-                stack.extend(list(below.children.values())[:budget])
+                stack.extend(itertools.islice(below.children.values(), budget))
 
     def _first(self, order: EvictionOrder[Group]) -> Worth | None:
         """The node of least worth, once its key is known to be right and no running request is near it."""
@@ -246,8 +249,9 @@ class ReplayCostPolicy(CheckpointPolicy):
                 record.used_at = self._now
                 self._regroup(node, record)
                 continue
-            self._place(node)
-            if order.first(self._rate) == found:
+            before = order.entry(node)
+            self._value_anew(node)
+            if order.entry(node) == before:
                 return found
         return None
 

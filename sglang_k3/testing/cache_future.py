@@ -60,6 +60,10 @@ class Future:
             restorable.update(made[:in_prompt])
             restorable.update(made[k - 1] for k in range(step, len(made) + 1, step) if k > in_prompt)
 
+    def arrived(self, number: int) -> None:
+        """Only what comes behind request ``number`` is the future."""
+        self.now = number
+
     def next_restore(self, prefix: int) -> int:
         """The next request, behind the last that arrived, that wants the state of this prefix; ``NEVER`` if none."""
         numbers = self.restores.get(prefix, [])

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from sglang_k3.mem.checkpoint_policy import CheckpointPolicy, LRUPolicy, Victim
-from sglang_k3.mem.checkpoints import Snapshot
+from sglang_k3.mem.checkpoints import CheckpointCache, KVPool, Snapshot
 from sglang_k3.mem.engine import CheckpointEngine
 from sglang_k3.mem.lease import Lease, StepPlan
 from sglang_k3.mem.radix_tree import TreeNode
 from sglang_k3.mem.replay_cost import ReplayCost
+from sglang_k3.mem.state_moves import StateMoves
 from sglang_k3.testing.cache_future import NEVER, Future, chain
 from sglang_k3.testing.cache_simulator import GRID, UnifiedCache
 
@@ -109,11 +110,17 @@ class PathTouchCache(UnifiedCache):
 class MarconiEngine(OneSnapshotEngine):
     """A state at the fork, and the deepest of the rest when the request ends."""
 
-    _awaited: dict[Lease, set[int]]
+    def __init__(self, cache: CheckpointCache, moves: StateMoves, kv_pool: KVPool) -> None:
+        super().__init__(cache, moves, kv_pool)
+        self._awaited: set[tuple[Lease, int]] = set()
 
     def _note(self, lease: Lease, depth: int, *, is_awaited: bool) -> None:
         if is_awaited:
-            self.__dict__.setdefault("_awaited", {}).setdefault(lease, set()).add(depth)
+            self._awaited.add((lease, depth))
+
+    def discard(self, lease: Lease, kv_locs: Tensor) -> None:
+        super().discard(lease, kv_locs)
+        self._awaited = {awaited for awaited in self._awaited if awaited[0] is not lease}
 
     def _depth(self, lease: Lease, end: int) -> int:
         fork = lease.match.fork_depth
@@ -137,8 +144,8 @@ class MarconiEngine(OneSnapshotEngine):
 
     def _is_due(self, lease: Lease, snapshot: Snapshot) -> bool:
         """Whether it is not the leaf's: a fork's, or one that others wait for."""
-        awaited = self.__dict__.get("_awaited", {}).get(lease, ())
-        return snapshot.is_fork or snapshot.depth == lease.match.fork_depth or snapshot.depth in awaited
+        is_fork = snapshot.is_fork or snapshot.depth == lease.match.fork_depth
+        return is_fork or (lease, snapshot.depth) in self._awaited
 
 
 class MarconiPolicy(CheckpointPolicy):

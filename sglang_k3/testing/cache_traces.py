@@ -185,7 +185,9 @@ def _trunks(seed: int = 4, *, trunks: int = 8, branches: int = 30) -> Trace:
 def _groups(seed: int = 5, *, groups: int = 50, per_group: int = 10) -> Trace:
     """T5: ``generated-shared-prefix``: 50 groups of 10 prompts, 10,240 tokens shared by each, a question of 256."""
     ids = _Ids(seed)
-    prompts = [system + ids.units(256) for system in (ids.units(10_240) for _ in range(groups)) for _ in range(per_group)]
+    prompts = [
+        system + ids.units(256) for system in (ids.units(10_240) for _ in range(groups)) for _ in range(per_group)
+    ]
     ids.rng.shuffle(prompts)
     return _single_turns("T5", ids, prompts, [128.0] * len(prompts), 2.0)
 
