@@ -54,8 +54,10 @@ class Future:
             self.wants.append(Want(made, num_shared, num_restorable))
             if num_restorable:
                 self.restores[made[num_restorable - 1]].append(number)
-            computed.update(made)
             in_prompt = len(turn.prompt) // GRID
+            if turn.aborts_after_s is not None:  # what it had not donated by then is lost
+                made = made[: in_prompt if turn.aborts_after_s > turn.prefill_s else 0]
+            computed.update(made)
             step = INTERVAL // GRID
             restorable.update(made[:in_prompt])
             restorable.update(made[k - 1] for k in range(step, len(made) + 1, step) if k > in_prompt)
