@@ -58,7 +58,9 @@ def test_the_words_say_what_the_pool_is_spent_on(hand_made: dict[str, Any]) -> N
     assert "0.05 GB  1 state in between: chunks of long prompts and ends of earlier turns (1 not used yet)" in text
     assert "0.20 GB  4 states of running requests" in text
     assert "KV of 4,200 tokens that a state makes usable or that is in use" in text  # 1000 + 2100 + 500 + 600
-    assert "KV of 4,100 tokens that no request can start from" in text  # the gone one, and what is behind the last state
+    assert (
+        "KV of 4,100 tokens that no request can start from" in text
+    )  # the gone one, and what is behind the last state
 
 
 def test_the_shares_are_of_all_that_is_held_and_fall(hand_made: dict[str, Any]) -> None:
@@ -122,7 +124,10 @@ def test_everything_in_the_picture_is_inside_and_no_text_meets_another(hand_made
     assert all(4 <= x <= width - 4 and 4 <= y <= height - 4 for x, y in dots)
     for number, box in enumerate(texts):
         for other in texts[:number] + bars:
-            assert not (box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]), (box, other)
+            assert not (box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]), (
+                box,
+                other,
+            )
 
 
 def test_of_many_branches_the_largest_are_drawn(hand_made: dict[str, Any]) -> None:
