@@ -1,7 +1,7 @@
 """How much of each prompt the prefix cache saves: our checkpoint policy and four others on eight traces, no model.
 
     .venv/bin/python benchmarks/cache_traces.py                          # everything, prints tables, saves nothing
-    .venv/bin/python benchmarks/cache_traces.py --save                   # and rows to benchmarks/results/cache_traces.json
+    .venv/bin/python benchmarks/cache_traces.py --save                   # and rows to results/cache_traces.json
     .venv/bin/python benchmarks/cache_traces.py --traces T4 --pools 0.25 # one cell
     .venv/bin/python benchmarks/cache_traces.py --ablations --save       # one mechanism of ours switched off at a time
     .venv/bin/python benchmarks/cache_traces.py --policy-time --save     # what the policy itself takes, 100,000 nodes
@@ -36,7 +36,8 @@ from sglang_k3.testing.cache_simulator import Outcome
 from sglang_k3.testing.cache_traces import TRACES, UNIT
 
 SCRIPT = "python benchmarks/cache_traces.py"
-ABLATED_POOLS = (0.25, 0.5)  # where there is something to decide
+RIVALS = ("every_chunk_lru", "sglang", "marconi")
+ABLATED_POOLS = (0.1, 0.25)  # where there is something to decide
 Task = tuple[str, float, str]
 Rates = dict[Task, Outcome]
 
@@ -75,7 +76,8 @@ def contest(args: argparse.Namespace) -> list[Row]:
     print_table(rates, names)
     print(f"{len(tasks)} runs in {time.monotonic() - start:.0f} s")
     command = SCRIPT + (" --ablations" if args.ablations else "")
-    return rows_of(rates, names, command)
+    pools_given = "" if not args.pools else " --pools " + " ".join(f"{pool:g}" for pool in args.pools)
+    return rows_of(rates, names, command + pools_given)
 
 
 def _run_all(tasks: list[Task], jobs: int) -> Iterator[tuple[Task, Outcome]]:
@@ -106,28 +108,51 @@ def print_table(rates: Rates, names: list[str]) -> None:
     cells = list(dict.fromkeys(task[:2] for task in rates))
     print(" " * width, *(f"{trace:>4}x{pool:<4g}" for trace, pool in cells), "    mean", sep=" ")
     for name in names:
-        values = [rates[*cell, name].token_hit_rate for cell in cells]
+        values = [rates[(*cell, name)].token_hit_rate for cell in cells]
         print(f"{name:{width}}", *(f"{value:9.4f}" for value in values), f"{_mean(values):9.4f}", sep=" ")
 
 
 def rows_of(rates: Rates, names: list[str], command: str) -> list[Row]:
-    """A row per cell and policy, held against the oracle where it ran; what else ours did; and the means."""
+    """A row per cell and policy, held against the oracle where it ran; what else ours did; and, of a whole contest, the
+    means and what was to be shown."""
     rows = []
     for (trace, pool, name), outcome in rates.items():
         oracle = rates.get((trace, pool, "oracle"))
-        baseline = round(oracle.token_hit_rate, 4) or None if oracle is not None else None
+        baseline = None if oracle is None else _rate(oracle) or None
         row = functools.partial(Row, case=f"{trace}/pool{pool:g}/{name}", command=command)
         rows.append(row(metric="token_hit_rate", value=_rate(outcome), unit="", baseline=baseline))
-        if name == "ours" and "--ablations" not in command:
+        if name == "ours" and oracle is not None:
             counts = outcome.counts
             rows.append(row(metric="replayed_tokens", value=outcome.replayed_units * UNIT, unit="tokens"))
             rows.append(row(metric="states_planted", value=counts.planted, unit="states"))
             rows.append(row(metric="states_skipped", value=counts.skipped.total(), unit="states"))
             rows.append(row(metric="states_evicted", value=counts.evicted.total(), unit="states"))
-    for name in names:
-        mean = round(_mean([outcome.token_hit_rate for task, outcome in rates.items() if task[2] == name]), 4)
-        scope = "ablation" if "--ablations" in command else "mean"
-        rows.append(Row(case=f"{scope}/{name}", metric="token_hit_rate", value=mean, unit="", command=command))
+    cells = {task[:2] for task in rates}
+    if cells >= {(trace, pool) for trace in TRACES for pool in POOLS} and {*NAMES} <= {*names}:
+        rows += _shown(rates, command)
+    elif names[1:] == [one.name for one in ABLATIONS] and {trace for trace, _ in cells} == {*TRACES}:
+        for name in names:
+            mean = round(_mean([outcome.token_hit_rate for task, outcome in rates.items() if task[2] == name]), 4)
+            rows.append(Row(case=f"ablation/{name}", metric="token_hit_rate", value=mean, unit="", command=command))
+    return rows
+
+
+def _shown(rates: Rates, command: str) -> list[Row]:
+    """Of the four pools of the issue."""
+    cells = [(trace, pool) for trace in TRACES for pool in POOLS]
+    of = {name: [rates[(*cell, name)].token_hit_rate for cell in cells] for name in NAMES}
+    row = functools.partial(Row, command=command)
+    rows = [
+        row(case=f"mean/{name}", metric="token_hit_rate", value=round(_mean(of[name]), 4), unit="") for name in NAMES
+    ]
+    best = [max(of[name][i] for name in RIVALS) for i in range(len(cells))]
+    worst = max(100 * (rival - ours) for rival, ours in zip(best, of["ours"], strict=True))
+    shares = [ours / oracle for ours, oracle in zip(of["ours"], of["oracle"], strict=True) if oracle >= 0.02]
+    rows.append(
+        row(case="furthest below the best rival", metric="gap", value=round(worst, 2), unit="points", baseline=0.5)
+    )
+    rows.append(row(case="share of the oracle", metric="mean", value=round(_mean(shares), 4), unit="", baseline=0.9))
+    rows.append(row(case="smallest share of the oracle", metric="least", value=round(min(shares), 4), unit=""))
     return rows
 
 

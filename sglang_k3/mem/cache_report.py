@@ -204,7 +204,8 @@ def _rows(root: _Node) -> tuple[list[_Row], int]:
         if len(rows) == MOST_ROWS:
             omitted += 1
             continue
-        nodes, branches = [node], []
+        nodes = [node]
+        branches: list[tuple[_Node, int, int | None]] = []
         while nodes[-1].children:
             *others, largest = sorted(nodes[-1].children, key=_size)
             branches = [(other, level + 1, len(rows)) for other in others] + branches

@@ -187,16 +187,18 @@ class ReplayCostPolicy(CheckpointPolicy):
 
     def _join(self, node: TreeNode, record: _Record) -> None:
         """Into the group of its class and age; and when it leaves that for being older."""
-        record.group = (_class_of(node, record.uses), bucket_of(self._now - record.used_at))
-        record.entered_at = self._now
-        self._rates.enter(record.group, self._now)
-        due = record.used_at + bucket_end(record.group[1])
-        heapq.heappush(self._birthdays, (due, node.node_id, node))
+        self._enter(node, record, (_class_of(node, record.uses), bucket_of(self._now - record.used_at)))
         if len(self._birthdays) > 4 * len(self._records) + 64:
             self._birthdays = [
                 (known.used_at + bucket_end(known.group[1]), of.node_id, of) for of, known in self._records.items()
             ]
             heapq.heapify(self._birthdays)
+
+    def _enter(self, node: TreeNode, record: _Record, group: Group) -> None:
+        record.group, record.entered_at = group, self._now
+        self._rates.enter(group, self._now)
+        due = record.used_at + bucket_end(group[1])
+        heapq.heappush(self._birthdays, (due, node.node_id, node))
 
     def _regroup(self, node: TreeNode, record: _Record, *, is_used: bool = False) -> None:
         self._rates.leave(record.group, record.entered_at, self._now, is_used=is_used)
@@ -210,7 +212,9 @@ class ReplayCostPolicy(CheckpointPolicy):
             record = self._records.get(node)
             if record is not None and record.used_at + bucket_end(record.group[1]) == due:
                 self._now = max(self._now, due)
-                self._regroup(node, record)
+                self._rates.leave(record.group, record.entered_at, self._now)
+                self._enter(node, record, (record.group[0], record.group[1] + 1))
+                self._place(node, record)
         self._now = max(self._now, now)
         self._rates.advance(self._now)
 

@@ -14,6 +14,7 @@ from typing import Final
 
 from sglang_k3.mem.checkpoint_policy import CheckpointPolicy
 from sglang_k3.mem.engine import CheckpointEngine
+from sglang_k3.mem.lease import Lease
 from sglang_k3.mem.replay_cost import ReplayCost
 from sglang_k3.mem.replay_cost_policy import ALL, Mechanism, ReplayCostPolicy
 from sglang_k3.testing.cache_future import Future
@@ -58,7 +59,7 @@ NAMES: Final = ("ours", "every_chunk_lru", "sglang", "marconi", "oracle")
 class _NoForks(CheckpointEngine):
     """Plants nothing where a request leaves what is cached."""
 
-    def _inner_depth(self, lease, end):  # type: ignore[no-untyped-def]
+    def _inner_depth(self, lease: Lease, end: int) -> int | None:
         lease.match = lease.match._replace(fork_depth=None)
         return super()._inner_depth(lease, end)
 

@@ -5,8 +5,8 @@ once, states and KV share one budget, and a leaf whose state is gone goes first,
 
     every_chunk_lru   a state at the end of each prefill chunk and at the last interval of the answer; the least
                       recently used state or leaf goes
-    sglang            the same, and at the fork where KV is cached deeper than a state (SGLang 0.5.16: one per chunk, the
-                      fork before the chunk's end); a hit touches all states of its path
+    sglang            the same, and at the fork where KV is cached deeper than a state (SGLang 0.5.16: one per chunk,
+                      the fork before the chunk's end); a hit touches all states of its path
     marconi           arXiv 2411.19379: a state at the fork and one at the end of the answer; candidates are nodes with
                       at most one child; the least of  norm(1 / age) + alpha x norm(FLOPs saved / bytes freed)
     oracle            knows the trace: plants what will be restored, gives up what will be restored furthest ahead
@@ -195,9 +195,9 @@ class MarconiPolicy(CheckpointPolicy):
         if self._rows:
             recency = 1 / (self._now + 1 - self._used_at)
             utility = _normalised(recency) + self.alpha * _normalised(self._efficiency)
-            node = self._nodes[int(np.nanargmin(utility))]
-            assert node is not None
-            return Victim(node, is_leaf=node in self._leaves)
+            least = self._nodes[int(np.nanargmin(utility))]
+            assert least is not None
+            return Victim(least, is_leaf=least in self._leaves)
         # Only forks are left: the published rule has no answer, and so the oldest goes.
         fork = min(self._states, key=lambda node: (_used_at(node), node.node_id), default=None)
         return None if fork is None else Victim(fork, is_leaf=fork in self._leaves)

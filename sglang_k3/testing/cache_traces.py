@@ -108,7 +108,8 @@ def _chat(seed: int = 1, *, sessions: int = 140, per_s: float = 0.5, most_tokens
     ids = _Ids(seed)
     made = []
     for start in ids.starts(sessions, per_s):
-        said, turns = array("q"), []
+        said = array("q")
+        turns: list[Turn] = []
         for _ in range(10 + int(ids.rng.expovariate(1 / 4))):
             asked = ids.lognormal(30, 0.8, most=2000)
             answer = ids.units(ids.lognormal(220, 0.6, most=2000))
@@ -130,7 +131,8 @@ def _agent(seed: int = 2, *, sessions: int = 20, per_s: float = 0.05) -> Trace:
     for start in ids.starts(sessions, per_s):
         system = systems[ids.rng.random() < 0.25]
         said = system + ids.units(ids.rng.uniform(100, 1_000))
-        turns, ends = [], [len(said)]
+        turns: list[Turn] = []
+        ends = [len(said)]
         for _ in range(ids.rng.randint(30, 100)):
             fate = ids.rng.random()
             if fate < 0.03:
@@ -156,7 +158,7 @@ def _single_turns(name: str, ids: _Ids, prompts: Sequence[array[int]], answers: 
 
 
 def _jittered_prefix(seed: int = 3, *, count: int = 600) -> Trace:
-    """T3: single turns of about 6,000 tokens; 4,900 to 5,200 of them are common to all, a different number each time."""
+    """T3: single turns of about 6,000 tokens; 4,900 to 5,200 are common to all, another number each time."""
     ids = _Ids(seed)
     common = ids.units(5_200)
     prompts = [
@@ -199,9 +201,10 @@ def _random(seed: int = 6, *, count: int = 300) -> Trace:
 
 
 def _bursts(seed: int = 7, *, bursts: int = 60) -> Trace:
-    """T7: bursts of 2 to 8 identical prompts at the same moment; a quarter of them come again, up to 20 bursts later."""
+    """T7: bursts of 2 to 8 identical prompts at one moment; a quarter of them come again, up to 20 bursts later."""
     ids = _Ids(seed)
-    made, past = [], []
+    made: list[Session] = []
+    past: list[array[int]] = []
     for start in ids.starts(bursts, 0.2):
         if past and ids.rng.random() < 0.25:
             prompt = ids.rng.choice(past[-20:])

@@ -21,7 +21,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def node(node_id: int, parent: int, start: int, depth: int, **rest: Any) -> dict[str, Any]:
     return {
-        "id": node_id, "parent": parent, "start": start, "depth": depth, "locks": 0, "used_at": 0, "state": None, **rest,
+        "id": node_id, "parent": parent, "start": start, "depth": depth,
+        "locks": 0, "used_at": 0, "state": None, **rest,
     }  # fmt: skip
 
 

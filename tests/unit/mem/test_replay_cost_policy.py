@@ -1,4 +1,4 @@
-"""The policy on hand-made trees where what should go is plain, and against a twin that looks at every node each time."""
+"""The policy on hand-made trees where what should go is plain, and against a twin that looks at all nodes each time."""
 
 from __future__ import annotations
 
@@ -211,15 +211,15 @@ def _walk(cache: Cache, rng: random.Random, steps: int) -> Iterator[Victim]:
 
 
 def _worths_from_scratch(cache: Cache) -> dict[tuple[TreeNode, bool], float]:
-    """Everything that may go, and what it is worth by the definition: rates and ages are the policy's, the rest is found
-    by looking at the whole tree."""
+    """Everything that may go, and what it is worth by the definition: rates and ages are the policy's, the rest is
+    found by looking at the whole tree."""
     policy, found = cache.policy, {}
     for node in cache.tree.nodes():
         if node.checkpoint is None:
             if node.is_evictable_leaf:
                 found[node, True] = 0.0
             continue
-        above = [one for one in [*node.path(), cache.tree.root][1:]]
+        above = [*node.path(), cache.tree.root][1:]
         state_above = next(one for one in above if one.checkpoint or one is cache.tree.root)
         shared_above = next(one for one in above if one.checkpoint or one is cache.tree.root or len(one.children) > 1)
         saved = COST.replay_flops(state_above.depth, node.depth)
