@@ -6,9 +6,8 @@
   falls when one is planted in between. A long trunk is thinned evenly, whatever the order in which it was filled.
 * A leaf frees its state, and its KV up to the next state or branch above: that KV serves nothing else.
 * A leaf without a state goes first: no request can start from its KV.
-* Only the state that a request started from is used. When a state goes, the one above takes over its last use, for
-  whoever comes for it starts there now.
-* A fork above a running request is in use: its age does not grow.
+* Only the state that a request started from is used.
+* A fork above a running request counts as just used.
 * How soon: ``reuse_rates``, learned from the uses seen so far. With nothing learned it is 1 / age.
 
 Logical time is the clock of the cache, a tick per insertion and use. Nothing else goes in but token counts, so that all
@@ -50,7 +49,6 @@ class Mechanism(enum.Flag):
     NEXT_SURVIVOR = enum.auto()  # without: the cost is that of the node's own edge
     PER_BYTE = enum.auto()  # without: bytes do not count
     LEARNED_RATES = enum.auto()  # without: 1 / age
-    INHERITED_USE = enum.auto()
     LIVE_FORKS = enum.auto()
 
 
@@ -177,12 +175,6 @@ class ReplayCostPolicy(CheckpointPolicy):
         self._rates.leave(record.group, record.entered_at, self._now)
         if node in self._leaves:
             self._leaves.offer(node, NO_STATE, node.used_at)
-        above = next((on_path for on_path in node.path() if on_path.checkpoint is not None), None)
-        if above is not None and Mechanism.INHERITED_USE in self._mechanisms:
-            inherits = self._look(above)
-            if record.used_at > inherits.used_at:
-                inherits.used_at = record.used_at
-                self._regroup(above, inherits)
         self._value_below(node)
 
     def _join(self, node: TreeNode, record: _Record) -> None:
@@ -249,12 +241,11 @@ class ReplayCostPolicy(CheckpointPolicy):
             record = self._records.get(node)
             if record is None:
                 return found
-            if self._is_live_fork(node) and record.used_at < self._now:
-                record.used_at = self._now
-                self._regroup(node, record)
-                continue
-            before = order.entry(node)
+            before, young = order.entry(node), (record.group[0], 0)
             self._value_anew(node)
+            if self._is_live_fork(node) and self._rate(young) > self._rate(record.group):
+                # In the order alone, until it grows older: what is learned about ages must not hear of it.
+                order.offer(node, young, record.state_key)
             if order.entry(node) == before:
                 return found
         return None

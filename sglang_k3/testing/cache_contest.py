@@ -27,7 +27,7 @@ from sglang_k3.testing.cache_rivals import (
     SGLangEngine,
     oracle,
 )
-from sglang_k3.testing.cache_simulator import Contender, Outcome, Simulator, UnifiedCache, smallest_pool
+from sglang_k3.testing.cache_simulator import Contender, Outcome, Simulator, smallest_pool
 from sglang_k3.testing.cache_traces import Trace
 
 # K3 on one of eight ranks, fp32 states, bf16 KV: ``ReplayCost.of(published config, tp_size=8)``, which a test compares.
@@ -143,6 +143,3 @@ def working_set(trace: Trace, cost: ReplayCost = K3_COST) -> int:
     simulator = Simulator(_marconi(0.0), trace, UNBOUNDED, cost)
     simulator.run()
     return simulator.budget.most_used
-
-
-__all__ = ["ABLATIONS", "K3_COST", "NAMES", "POOLS", "Cell", "UnifiedCache", "working_set"]

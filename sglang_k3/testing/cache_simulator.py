@@ -172,7 +172,7 @@ class Simulator:
     Args:
         pool_bytes: of states and KV together.
         cost: of the model, per token.
-        on_arrival: told the number of each request as it arrives, from 0, and the time.
+        on_arrival: told the number of each request as it arrives, from 0.
         stop_after: requests to serve of the trace; all if None.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_k3.config import K3Config
-from sglang_k3.mem.checkpoint_policy import CheckpointPolicy, Victim
+from sglang_k3.mem.checkpoint_policy import CheckpointPolicy, LRUPolicy, Victim
 from sglang_k3.mem.ledger import check_slots
 from sglang_k3.mem.radix_tree import Checkpoint, TreeNode, as_tokens
 from sglang_k3.mem.replay_cost import ReplayCost
@@ -157,8 +157,10 @@ def test_lru_takes_the_oldest_state_or_leaf_and_before_that_what_is_no_use():
     root = TreeNode(0, None, as_tokens(()), NO_KV, 0, None)
     above = leaf(1, 100, 5, root)
     below, other = leaf(2, 200, 9, above), leaf(3, 300, 7, root)
-    policy = offered(GarbageFirstLRU(), [above, below, other])
-    assert policy.victim() == Victim(above, is_leaf=False)
+    for plain in (LRUPolicy(), GarbageFirstLRU()):
+        policy = offered(plain, [above, below, other])
+        assert policy.victim() == Victim(above, is_leaf=False)
+    assert LRUPolicy().victim() is None
     useless = leaf(4, 50, 20, root)
     useless.checkpoint = None
     policy.offer_leaf(useless)

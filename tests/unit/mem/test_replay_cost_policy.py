@@ -135,18 +135,6 @@ def test_only_the_state_that_was_used_is_younger():
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_who_takes_over_the_work_takes_over_the_last_use(is_on: bool):
-    cache = Cache(mechanisms=ALL if is_on else ALL & ~Mechanism.INHERITED_USE)
-    above, below = cache.plant([1] * 100), cache.plant([1] * 101)
-    planted_at = cache.policy._records[above].used_at
-    for token in range(3, 60):
-        cache.plant([token])
-    cache.use(below)
-    cache._drop_state(below, "for the test")
-    assert (cache.policy._records[above].used_at > planted_at) == is_on
-
-
-@pytest.mark.parametrize("is_on", [True, False])
 def test_a_fork_above_a_running_request_does_not_age(is_on: bool):
     """Two equal forks, the older one with a request below it."""
     cache = Cache(mechanisms=ALL if is_on else ALL & ~Mechanism.LIVE_FORKS)
