@@ -56,7 +56,7 @@ def _legend() -> list[str]:
     for name, (colour, dashes) in STYLES.items():
         parts.append(f'<path d="M{x} 16 h24" stroke="{colour}" stroke-width="2.2" stroke-dasharray="{dashes}"/>')
         parts.append(f'<text x="{x + 30}" y="20">{name}</text>')
-        x += 130
+        x += 145
     return parts
 
 

@@ -54,7 +54,8 @@ def _slice() -> str:
 
 def _cache() -> str:
     """Means over the four pools, a line per policy; then what one mechanism less does to ours."""
-    figures = {str(row["case"]): float(str(row["value"])) for row in load("cache_traces")}
+    rows = [row for row in load("cache_traces") if row["metric"] == "token_hit_rate"]
+    figures = {str(row["case"]): float(str(row["value"])) for row in rows}
     means = {case.removeprefix("mean/"): mean for case, mean in figures.items() if case.startswith("mean/")}
     lines = [f"| | {' | '.join(TITLES)} | mean |", "| --- |" + " --- |" * (len(TITLES) + 1)]
     for name, mean in means.items():
