@@ -4,19 +4,21 @@
 
 A table stands between ``<!-- rows: TOPIC -->`` (figures of ``benchmarks/results/TOPIC.json``),
 ``<!-- impls: TOPIC -->`` (those of several implementations, side by side), ``<!-- metrics: TOPIC -->`` (likewise of
-several metrics), ``<!-- slice -->`` (of the unit slice, likewise its two routings) or ``<!-- seams -->`` (the ledger of
-the plugin) and ``<!-- end -->``; nothing in between is written by hand.
+several metrics), ``<!-- slice -->`` (of the unit slice, likewise its two routings), ``<!-- cache -->`` (hit rates of
+the cache traces) or ``<!-- seams -->`` (the ledger of the plugin) and ``<!-- end -->``; nothing in between is written
+by hand. The plot of the cache traces is drawn anew beside them.
 """
 
 from __future__ import annotations
 
 import re
 
+from cache_plot import FILE, TITLES, svg
 from rows import ROOT, load
 
 from sglang_k3.integration.seams import SEAMS
 
-_BLOCK = re.compile(r"(<!-- (rows|impls|metrics|seams|slice)(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (rows|impls|metrics|seams|slice|cache)(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def with_tables(text: str) -> str:
@@ -24,8 +26,9 @@ def with_tables(text: str) -> str:
 
     def rewritten(block: re.Match[str]) -> str:
         start, kind, topic, end = block.groups()
-        tables = {"rows": _rows, "impls": _impls, "metrics": _metrics}
-        return start + (tables[kind](topic) if kind in tables else _seams() if kind == "seams" else _slice()) + end
+        of_topics = {"rows": _rows, "impls": _impls, "metrics": _metrics}
+        others = {"seams": _seams, "slice": _slice, "cache": _cache}
+        return start + (of_topics[kind](topic) if kind in of_topics else others[kind]()) + end
 
     return _BLOCK.sub(rewritten, text)
 
@@ -79,6 +82,23 @@ def _slice() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _cache() -> str:
+    """Means over the four pools, a line per policy; then what one mechanism less does to ours."""
+    rows = [row for row in load("cache_traces") if row["metric"] == "token_hit_rate"]
+    figures = {str(row["case"]): float(str(row["value"])) for row in rows}
+    means = {case.removeprefix("mean/"): mean for case, mean in figures.items() if case.startswith("mean/")}
+    lines = [f"| | {' | '.join(TITLES)} | mean |", "| --- |" + " --- |" * (len(TITLES) + 1)]
+    for name, mean in means.items():
+        by_trace = [[figures[f"{trace}/pool{pool}/{name}"] for pool in ("0.25", "0.5", "1", "2")] for trace in TITLES]
+        cells = " | ".join(f"{sum(values) / len(values):.3f}" for values in by_trace)
+        lines.append(f"| {name} | {cells} | {mean:.4f} |")
+    lines += ["", "| ours, at 0.1 and 0.25 of the working set | mean |", "| --- | --- |"]
+    for case, mean in figures.items():
+        if case.startswith("ablation/"):
+            lines.append(f"| {case.removeprefix('ablation/')} | {mean:.4f} |")
+    return "\n".join(lines) + "\n"
+
+
 def _seams() -> str:
     lines = ["| seam | where in SGLang | why | until |", "| --- | --- | --- | --- |"]
     for seam in SEAMS:
@@ -90,3 +110,4 @@ def _seams() -> str:
 if __name__ == "__main__":
     readme = ROOT / "README.md"
     readme.write_text(with_tables(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    FILE.write_text(svg(), encoding="utf-8")

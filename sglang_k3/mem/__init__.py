@@ -11,9 +11,12 @@ Who calls whom, from the outside in:
     in_flight          prompts that are being prefilled: who waits for whose state
     checkpoints        states in the tree: match, insert, evict, forks, the cap per path
     radix_tree         token ids to KV, page by page; locks
-    checkpoint_policy  which state or leaf goes first
+    checkpoint_policy  which state or leaf goes first: the interface, and plain LRU
+    replay_cost_policy the same by what it costs to miss: replay_cost in FLOPs and bytes, reuse_rates learned from what
+                       was used, eviction_order to find the least of it
     state_slots        who owns each slot, and how far its life has come
     state_moves        the copies, as kernels on the forward stream
     limits             the grid, the interval, the cap, and the slots that a request needs
     ledger             recounts everything (I2)
+    cache_report       draws the tree, and says what the pool is spent on
 """

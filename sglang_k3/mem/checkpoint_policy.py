@@ -10,8 +10,16 @@ from __future__ import annotations
 import abc
 import heapq
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from sglang_k3.mem.radix_tree import TreeNode
+
+
+class Victim(NamedTuple):
+    """What to give up: a leaf with its KV and its state, or a state alone."""
+
+    node: TreeNode
+    is_leaf: bool
 
 
 class CheckpointPolicy(abc.ABC):
@@ -42,6 +50,10 @@ class CheckpointPolicy(abc.ABC):
         """Which leaf to give up next."""
 
     @abc.abstractmethod
+    def victim(self) -> Victim | None:
+        """What to give up next where states and KV share their bytes."""
+
+    @abc.abstractmethod
     def path_victim(self, path: Sequence[TreeNode]) -> TreeNode:
         """Whose state to give up so that a deeper one may be planted; ``path`` has at least one, all on offer."""
 
@@ -70,6 +82,12 @@ class LRUPolicy(CheckpointPolicy):
 
     def leaf_victim(self) -> TreeNode | None:
         return self._leaves.first()
+
+    def victim(self) -> Victim | None:
+        state, leaf = self.state_victim(), self.leaf_victim()
+        if leaf is not None and (state is None or leaf.used_at <= _state_used_at(state)):
+            return Victim(leaf, is_leaf=True)
+        return None if state is None else Victim(state, is_leaf=False)
 
     def path_victim(self, path: Sequence[TreeNode]) -> TreeNode:
         return min(path, key=lambda node: (_state_used_at(node), node.node_id))

@@ -162,6 +162,7 @@ class CheckpointCache:
         self._refresh_leaf(node)
         if node.checkpoint is not None:
             node.checkpoint.used_at = node.used_at
+            node.checkpoint.uses += 1
             self._refresh_state(node)
 
     def lock(self, node: TreeNode) -> None:
@@ -200,6 +201,17 @@ class CheckpointCache:
         while freed < num_tokens and (node := self._policy.leaf_victim()) is not None:
             freed += self._drop_leaf(node, "with its KV")
         return freed
+
+    def evict(self) -> bool:
+        """Give up what the policy would miss least, a state or a leaf with its KV; False if all is protected."""
+        victim = self._policy.victim()
+        if victim is None:
+            return False
+        if victim.is_leaf:
+            self._drop_leaf(victim.node, "for bytes, with its KV")
+        else:
+            self._drop_state(victim.node, "for bytes")
+        return True
 
     def forget(self, node: TreeNode) -> None:
         """Give up ``node`` and what is above it, as far as nothing else needs it: what is there is not to be used."""

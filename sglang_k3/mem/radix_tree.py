@@ -38,12 +38,14 @@ class Checkpoint:
         is_fork: paths diverge behind it: it was planted where a request left what was cached.
         lock_ref: how many copies from it are not enqueued yet, or sessions hold it.
         used_at: logical time of the last restore, or of its planting.
+        uses: how often requests have started from it.
     """
 
     slot_id: SlotId
     is_fork: bool
     lock_ref: int = 0
     used_at: int = 0
+    uses: int = 0
 
 
 @dataclasses.dataclass(eq=False)

@@ -23,6 +23,18 @@ def test_the_tables_are_those_of_the_code_and_the_results(monkeypatch: pytest.Mo
     assert with_tables(README) == README, "run: .venv/bin/python benchmarks/readme.py"
 
 
+def test_hit_rates_are_shares() -> None:
+    table = README.partition("<!-- cache -->")[2].partition("<!-- end -->")[0]
+    rates = [float(cell) for cell in re.findall(r"\d+\.\d+(?= \|)", table)]
+    assert len(rates) > 50 and max(rates) <= 1
+
+
+def test_the_plot_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    plot = runpy.run_path(str(ROOT / "benchmarks" / "cache_plot.py"))
+    assert plot["FILE"].read_text() == plot["svg"](), "run: .venv/bin/python benchmarks/readme.py"
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem)
 def test_every_row_says_where_it_comes_from(path: Path) -> None:
     rows = json.loads(path.read_text())
