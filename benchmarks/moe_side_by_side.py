@@ -43,7 +43,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.tile is not None:
         triton_impl = importlib.import_module("sglang_k3.kernels.latent_experts.triton_impl")
-        triton_impl._tile = lambda *_, **__: triton_impl.Tile(*args.tile)
+        triton_impl._tiles = lambda *_, **__: (triton_impl.Tile(*args.tile),)
     torch.manual_seed(0)
     weights = packed_experts()
     command = " ".join(["python benchmarks/moe_side_by_side.py", *sys.argv[1:]])

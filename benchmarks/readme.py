@@ -2,10 +2,11 @@
 
     .venv/bin/python benchmarks/readme.py
 
-A table stands between ``<!-- rows: TOPIC -->`` (figures of ``benchmarks/results/TOPIC.json``), ``<!-- slice -->``
-(those of the unit slice, the two routings side by side), ``<!-- cache -->`` (hit rates of the cache traces) or
-``<!-- seams -->`` (the ledger of the plugin) and ``<!-- end -->``; nothing in between is written by hand. The plot of
-the cache traces is drawn anew beside them.
+A table stands between ``<!-- rows: TOPIC -->`` (figures of ``benchmarks/results/TOPIC.json``),
+``<!-- impls: TOPIC -->`` (those of several implementations, side by side), ``<!-- metrics: TOPIC -->`` (likewise of
+several metrics), ``<!-- slice -->`` (of the unit slice, likewise its two routings), ``<!-- cache -->`` (hit rates of
+the cache traces) or ``<!-- seams -->`` (the ledger of the plugin) and ``<!-- end -->``; nothing in between is written
+by hand. The plot of the cache traces is drawn anew beside them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rows import ROOT, load
 
 from sglang_k3.integration.seams import SEAMS
 
-_BLOCK = re.compile(r"(<!-- (rows|seams|slice|cache)(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (rows|impls|metrics|seams|slice|cache)(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def with_tables(text: str) -> str:
@@ -25,7 +26,10 @@ def with_tables(text: str) -> str:
 
     def rewritten(block: re.Match[str]) -> str:
         start, kind, topic, end = block.groups()
-        table = _rows(topic) if kind == "rows" else {"seams": _seams, "slice": _slice, "cache": _cache}[kind]()
+        of_topic = {"rows": _rows, "impls": _impls, "metrics": _metrics}
+        table = (
+            of_topic[kind](topic) if kind in of_topic else {"seams": _seams, "slice": _slice, "cache": _cache}[kind]()
+        )
         return start + table + end
 
     return _BLOCK.sub(rewritten, text)
@@ -38,6 +42,34 @@ def _rows(topic: str) -> str:
         figure = f"{row['value']:g} {row['unit']}"
         lines.append(f"| {row['case']} | {figure} | {limit} | {row['hardware']} | {row['date']} |")
     return "\n".join(lines) + "\n"
+
+
+def _impls(topic: str) -> str:
+    """A line per case: microseconds of each implementation, which the last part of a row's case names."""
+    figures: dict[str, dict[str, float]] = {}
+    for row in load(topic):
+        case, _, impl = str(row["case"]).rpartition("/")
+        figures.setdefault(case, {"floor": row["baseline"]})[impl] = row["value"]
+    impls = list(dict.fromkeys(impl for by_impl in figures.values() for impl in by_impl))
+    lines = [f"| us | {' | '.join(impls)} |", "| --- |" + " --- |" * len(impls)]
+    for case, by_impl in figures.items():
+        cells = [f"{by_impl[impl]:,.0f}" if impl in by_impl else "" for impl in impls]
+        lines.append(f"| `{case}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _metrics(topic: str) -> str:
+    """A line per case and a column per metric; a table for the cases that have the same metrics."""
+    figures: dict[str, dict[str, str]] = {}
+    for row in load(topic):
+        limit = "" if row["baseline"] is None else f" (limit {row['baseline']:g})"
+        figures.setdefault(str(row["case"]), {})[str(row["metric"])] = f"{row['value']:,.5g}{limit}"
+    tables: dict[tuple[str, ...], list[str]] = {}
+    for case, by_metric in figures.items():
+        metrics = tuple(by_metric)
+        head = [f"| | {' | '.join(f'`{metric}`' for metric in metrics)} |", "| --- |" + " --- |" * len(metrics)]
+        tables.setdefault(metrics, head).append(f"| {case} | {' | '.join(by_metric.values())} |")
+    return "\n\n".join("\n".join(lines) for lines in tables.values()) + "\n"
 
 
 def _slice() -> str:

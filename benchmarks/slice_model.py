@@ -145,6 +145,7 @@ class Pools:
             mamba_pool=SimpleNamespace(
                 mamba_cache=SimpleNamespace(conv=[conv], temporal=temporal), enable_linear_replayssm=False
             ),
+            mamba_map=place,
             get_mamba_indices=lambda requests: indices[requests],
             translate_mamba_indices=lambda requests: requests,
             mamba2_layer_cache=lambda layer: SimpleNamespace(

@@ -3,6 +3,8 @@
 The pool is ``[slot, ...]`` per layer: ``conv [S, W-1, 3HK]`` and ``temporal [S, H, V, K]``. Snapshots for the
 prefix cache are written where the state is at the wanted depth, inside prefill and after a decode step, on the
 forward stream (laws I1 and I4).
+
+A CUDA graph of a decode step holds the pool, and static buffers of slots that are filled before each replay.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import MambaAttnBackendBase
+from sglang.srt.layers.attention.mamba.mamba2_metadata import ForwardMetadata
 
 from sglang_k3.kernels import OpContext, bind
 
@@ -29,7 +32,7 @@ class KDAMetadata:
         cache_indices: working slot per request ``[B]``, -1 for a padding row.
         cu_seqlens: token offsets of the extend ``[B + 1]`` int32; None when decoding.
         has_initial_state: False where the request starts from zero ``[B]``; None when decoding.
-        track_lens: tokens of this extend after which to snapshot ``[B]``, -1 for none; None if no request is due.
+        track_lens: tokens of this extend after which to snapshot ``[B]``, -1 for none; None without snapshots.
         track_sources: the working slot where a snapshot is due after this decode step, else -1 ``[B]``; likewise.
         track_indices: slot that receives the snapshot ``[B]``.
     """
@@ -61,38 +64,54 @@ class K3KDABackend(MambaAttnBackendBase):
         self.kda_prefill = bind("kda_prefill", context)
         self.kda_decode = bind("kda_decode", context)
         self.state_copy = bind("state_copy", context)
+        self.last_layer = max(self.req_to_token_pool.mamba_map, default=None)
         self.metadata: KDAMetadata
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        # The base class keeps its own record for the paths of the host that read it.
-        super().init_forward_metadata(forward_batch)
-        host = self.forward_metadata
+        cache_indices = self._slots(forward_batch)
+        # What the host's own code reads of it; the snapshots of its kernels would make it wait for the device.
+        self.forward_metadata = ForwardMetadata(query_start_loc=None, mamba_cache_indices=cache_indices)
         if forward_batch.forward_mode.is_decode_or_idle():
-            self.metadata = self._decode_metadata(forward_batch, host.mamba_cache_indices)
+            self.metadata = self._decode_metadata(forward_batch, cache_indices, forward_batch.mamba_track_indices)
         else:
-            self.metadata = self._extend_metadata(forward_batch, host.mamba_cache_indices, host.query_start_loc)
+            self.metadata = self._extend_metadata(forward_batch, cache_indices)
 
-    def _init_track_conv_indices(self, query_start_loc: torch.Tensor, forward_batch: ForwardBatch) -> None:
-        """Our prefill op cuts the conv window itself, also where it reaches back into the prefix."""
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """The slots that the host puts into its static buffers before the capture, and before every replay."""
+        self.metadata = self._decode_metadata(
+            forward_batch,
+            self.forward_metadata.mamba_cache_indices,
+            self.mamba_track_indices_buf[: forward_batch.batch_size],
+        )
 
-    def _decode_metadata(self, forward_batch: ForwardBatch, cache_indices: torch.Tensor) -> KDAMetadata:
+    def _slots(self, forward_batch: ForwardBatch) -> torch.Tensor:
+        """Working slots ``[B]``, -1 where the host has padded the batch."""
+        slots = self._translate_mamba_indices(self.req_to_token_pool.get_mamba_indices(forward_batch.req_pool_indices))
+        real = forward_batch._original_batch_size
+        if real is not None:
+            slots = slots.clone()
+            slots[real:] = -1
+        return slots
+
+    def _decode_metadata(
+        self, forward_batch: ForwardBatch, cache_indices: torch.Tensor, track_indices: torch.Tensor | None
+    ) -> KDAMetadata:
         mask = forward_batch.mamba_track_mask
         if mask is None:
             return KDAMetadata(cache_indices)
         return KDAMetadata(
-            cache_indices,
-            track_sources=torch.where(mask, cache_indices, -1),
-            track_indices=forward_batch.mamba_track_indices,
+            cache_indices, track_sources=torch.where(mask, cache_indices, -1), track_indices=track_indices
         )
 
-    def _extend_metadata(
-        self, forward_batch: ForwardBatch, cache_indices: torch.Tensor, cu_seqlens: torch.Tensor
-    ) -> KDAMetadata:
+    def _extend_metadata(self, forward_batch: ForwardBatch, cache_indices: torch.Tensor) -> KDAMetadata:
+        lens = forward_batch.extend_seq_lens
+        cu_seqlens = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
         track_lens = None
-        if self.forward_metadata.has_mamba_track_mask:
+        if forward_batch.mamba_track_mask is not None:
             wanted = forward_batch.mamba_track_seqlens - forward_batch.extend_prefix_lens
             wanted = wanted // self.depth_unit * self.depth_unit
-            track_lens = torch.where(forward_batch.mamba_track_mask, wanted, -1)
+            # One integer type, whichever the host has: each would be a kernel of its own.
+            track_lens = torch.where(forward_batch.mamba_track_mask, wanted, -1).int()
         return KDAMetadata(
             cache_indices,
             cu_seqlens=cu_seqlens,
@@ -121,7 +140,8 @@ class K3KDABackend(MambaAttnBackendBase):
         }
         mixed_qkv = self.short_conv_prefill(mixed_qkv, layer.conv_weights, conv_states=pool.conv[0], **where)
         q, k, v, g, beta = self._recurrence_inputs(layer, mixed_qkv, a, b)
-        return self.kda_prefill(q, k, v, g, beta, ssm_states=pool.temporal, scale=layer.head_k_dim**-0.5, **where)
+        options = {"scale": layer.head_k_dim**-0.5, "lower_bound": layer.lower_bound}
+        return self.kda_prefill(q, k, v, g, beta, ssm_states=pool.temporal, **options, **where)
 
     def forward_decode(
         self,
@@ -141,9 +161,11 @@ class K3KDABackend(MambaAttnBackendBase):
         o = self.kda_decode(
             q, k, v, g, beta, ssm_states=pool.temporal, cache_indices=meta.cache_indices, scale=layer.head_k_dim**-0.5
         )
-        if meta.track_sources is not None:
-            for states in (pool.conv[0], pool.temporal):
-                self.state_copy(states.unsqueeze(0), src_indices=meta.track_sources, dst_indices=meta.track_indices)
+        if meta.track_sources is not None and layer.layer_id == self.last_layer:
+            # All layers at once, as most steps have nothing to copy and a launch for each layer would cost more.
+            state = self.req_to_token_pool.mamba_pool.mamba_cache
+            for states in (state.conv[0], state.temporal):
+                self.state_copy(states, src_indices=meta.track_sources, dst_indices=meta.track_indices)
         return o
 
     def _recurrence_inputs(

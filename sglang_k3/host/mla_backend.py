@@ -1,6 +1,12 @@
 """SGLang's full-attention backend for K3's MLA: latent rows in a paged pool, no positions.
 
-Decode attends in latent space with the absorbed query, one pass over the cached rows. Prefill expands keys
+Decode attends in latent space with the absorbed query, one pass over the cached rows. It reads the slots of a request
+where the host keeps them, in its row of ``req_to_token``, so that a CUDA graph holds the address of that table and
+nothing has to be listed before a replay. The host lets the scheduler change the table while a graph runs. Of a request
+that goes on, it only appends, or exchanges a slot for another of the same content, and a slot that becomes free is
+written by a later step; the rest are rows of requests whose result of this step is thrown away.
+
+Prefill expands keys
 and values per head: the new tokens causally, the cached prefix in bounded pieces, merged by log-sum-exp, so
 that memory does not grow with the prefix.
 """
@@ -42,13 +48,12 @@ class MLAMetadata:
     """What every MLA layer of one forward pass shares; ids are physical slots of the pool.
 
     Attributes:
-        kv_indptr, kv_indices: rows that each decoding request attends to, ``[B + 1]`` and ``[N]`` int64.
+        kv_spans: where the slots of each decoding request begin and end in the flat ``req_to_token``, ``[B, 2]`` int64.
         cu_seqlens: token offsets of the extend ``[B + 1]`` int32.
         prefix_chunks: the cached prefixes of the extend; empty if there is none.
     """
 
-    kv_indptr: torch.Tensor | None = None
-    kv_indices: torch.Tensor | None = None
+    kv_spans: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
     prefix_chunks: tuple[PrefixChunk, ...] = ()
 
@@ -71,15 +76,20 @@ class K3MLABackend(AttentionBackend):
         self.metadata = MLAMetadata()
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The host's length of a request that only pads a batch: attention over no row is not defined."""
-        return 1
+        """The host's length of a request that only pads a batch: it attends to nothing."""
+        return 0
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing: a graph computes its metadata itself, from the host's static inputs."""
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Where the slots of each request are, of a decode batch that is captured or not."""
+        begin = forward_batch.req_pool_indices.long() * self.req_to_token_pool.req_to_token.stride(0)
+        self.metadata = MLAMetadata(kv_spans=torch.stack([begin, begin + forward_batch.seq_lens], dim=1))
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.forward_mode.is_decode_or_idle():
-            kv_indices, kv_indptr = self._rows(
-                forward_batch.req_pool_indices, torch.zeros_like(forward_batch.seq_lens), forward_batch.seq_lens
-            )
-            self.metadata = MLAMetadata(kv_indptr=kv_indptr, kv_indices=kv_indices)
+            self.init_forward_metadata_in_graph(forward_batch)
         else:
             self.metadata = MLAMetadata(
                 cu_seqlens=_offsets(forward_batch.extend_seq_lens).int(),
@@ -93,17 +103,19 @@ class K3MLABackend(AttentionBackend):
         chunks = []
         for start in range(0, int(longest), step):
             first, last = (lens.clamp(max=bound) for bound in (start, start + step))
-            kv_indices, offsets = self._rows(forward_batch.req_pool_indices, first, last)
+            total = sum(min(max(n - start, 0), step) for n in forward_batch.extend_prefix_lens_cpu)
+            kv_indices, offsets = self._rows(forward_batch.req_pool_indices, first, last, total)
             chunks.append(PrefixChunk(kv_indices, offsets.int()))
         return chunks
 
     def _rows(
-        self, req_pool_indices: torch.Tensor, first: torch.Tensor, last: torch.Tensor
+        self, req_pool_indices: torch.Tensor, first: torch.Tensor, last: torch.Tensor, total: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of positions ``[first, last)`` of every request, and the offsets of each request in them."""
+        """Slots of positions ``[first, last)`` of every request, ``total`` of all, and the offsets of each in them."""
         lens = last - first
         offsets = _offsets(lens)
-        owner = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens)
+        # Without the total, which the host knows, it would wait for the device.
+        owner = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens, output_size=total)
         position = torch.arange(len(owner), device=lens.device) - offsets[:-1][owner] + first[owner]
         return self.req_to_token_pool.req_to_token[req_pool_indices[owner], position].long(), offsets
 
@@ -139,8 +151,9 @@ class K3MLABackend(AttentionBackend):
         out, _ = self.mla_decode(
             torch.cat([absorbed, q_shared], dim=-1),
             pool,
-            kv_indptr=self.metadata.kv_indptr,
-            kv_indices=self.metadata.kv_indices,
+            kv_spans=self.metadata.kv_spans,
+            kv_indices=self.req_to_token_pool.req_to_token.view(-1),
+            max_len=self.req_to_token_pool.req_to_token.shape[1],
             scale=layer.scaling,
             v_dim=w_uv.shape[-1],
         )
@@ -182,9 +195,5 @@ def _expand(rows: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor) -> tuple
 
 
 def _offsets(lens: torch.Tensor) -> torch.Tensor:
-    """Prefix sums ``[B + 1]`` int64 of ``lens [B]``.
-
-    The contexts of a decode batch may add up to 2**31 and more: 2,048 requests that share a prefix of 1,048,576 tokens.
-    What one extend computes is far less, its chunk and ``PREFIX_CHUNK_TOKENS``.
-    """
+    """Prefix sums ``[B + 1]`` int64 of ``lens [B]``."""
     return torch.nn.functional.pad(lens.cumsum(0), (1, 0))

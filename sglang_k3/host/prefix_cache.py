@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
@@ -178,7 +179,10 @@ class K3PrefixCache(BasePrefixCache):
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Room for KV. Room for states is made where a slot is taken."""
-        return EvictResult(num_tokens_evicted=self.engine.evict_kv(params.num_tokens) if params.num_tokens > 0 else 0)
+        start_time = time.perf_counter()
+        freed = self.engine.evict_kv(params.num_tokens) if params.num_tokens > 0 else 0
+        self.update_eviction_metrics(freed, start_time)
+        return EvictResult(num_tokens_evicted=freed)
 
     def inc_lock_ref(self, node: Any) -> IncLockRefResult:
         """The lease protects what its request needs, from admission on."""

@@ -16,9 +16,11 @@ from sglang.srt.utils import get_device
 
 from sglang_k3.config import MXFP4_GROUP_SIZE, K3Config, with_overrides
 from sglang_k3.errors import ConfigError
+from sglang_k3.integration.graphs import set_graph_defaults
 from sglang_k3.integration.names import resolve
 from sglang_k3.integration.refusals import ATTENTION_BACKEND, PARSER, PREFIX_CACHE, refuse_unsupported
 from sglang_k3.mem.limits import SLOTS_PER_REQUEST, running_requests
+from sglang_k3.planner import STATES_PER_REQUEST, Ranks, plan_memory
 from sglang_k3.weights.audit import audit_folder, read_config
 
 if TYPE_CHECKING:
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
 STATE_CHUNK = 64  # tokens between the depths at which the host keeps a state in prefill
 TRACK_INTERVAL = 256  # the least number of tokens between two states of one answer
 CPU_RUNNING_REQUESTS = 16
-# The host's own tree takes up to five recurrent states per running request: working slot, pair, two in the tree.
-HOST_STATES_PER_REQUEST = 5
 CPU_STATE_BYTES = 1 << 30
 CPU_KV_BYTES = 512 << 20
 CPU_CHUNKED_PREFILL_TOKENS = 2048
@@ -75,8 +75,10 @@ def fill_defaults(args: K3ServerArgs) -> None:
     extra = json.loads(args.model_loader_extra_config)
     if not {"enable_multithread_load", "num_threads"} & extra.keys():
         args.model_loader_extra_config = json.dumps({**extra, "enable_multithread_load": False})
-    # Steps are launched one by one for now: the kernels can be captured, but the backends' metadata is not static yet.
-    args.disable_cuda_graph = True
+    if args.sampling_backend is None:
+        # The other one is compiled by nvcc when the first request asks for top-k or top-p.
+        args.sampling_backend = "pytorch"
+    set_graph_defaults(args, on_cpu=on_cpu)
     # The host's scheduler asks for work without a pause; on a CPU it would take a core from whoever has some.
     args.sleep_on_idle |= on_cpu
     if Path(args.model_path).is_dir():
@@ -90,6 +92,39 @@ def fill_defaults(args: K3ServerArgs) -> None:
         check_stages(config.num_hidden_layers, args.pp_size)
         if on_cpu:
             _size_cpu_pools(args, config)
+
+
+def refuse_what_does_not_fit(args: K3ServerArgs, config: K3Config, device_bytes: float | None) -> None:
+    """Predict, before anything is loaded, that the weights and the least that one request needs have no room.
+
+    Args:
+        device_bytes: memory of the smallest GPU; None if nobody knows.
+
+    Raises:
+        ConfigError: says what is needed, what there is, and what would help.
+    """
+    if args.device == "cpu" or device_bytes is None:
+        return
+    stages = [get_pp_indices(config.num_hidden_layers, rank, args.pp_size) for rank in range(args.pp_size)]
+    sizes = {
+        "num_states": args.max_mamba_cache_size or _states_per_request(args),
+        "num_tokens": args.max_total_tokens or args.chunked_prefill_size or CPU_CHUNKED_PREFILL_TOKENS,
+        "itemsize": 4 if args.dtype == "float32" else 2,
+        "state_itemsize": 2 if args.mamba_ssm_dtype == "bfloat16" else 4,
+    }
+    plan = plan_memory(config, Ranks(args.tp_size, args.dp_size, tuple(stages)), **sizes)
+    room = device_bytes * (args.mem_fraction_static or 1.0)
+    if plan.total > room:
+        least = -(-args.tp_size * args.pp_size * plan.weights // max(1, int(room) - plan.total + plan.weights))
+        remedy = (
+            f"Spread it over {least} GPUs or more with --tp-size and --pp-size"
+            if plan.total - plan.weights < room
+            else "Ask for fewer with --max-mamba-cache-size and --max-total-tokens"
+        )
+        raise ConfigError(
+            f"The model does not fit: it needs {plan}, but --mem-fraction-static {args.mem_fraction_static} of this "
+            f"GPU's {device_bytes / 1e9:.1f} GB is {room / 1e9:.1f}. {remedy}."
+        )
 
 
 def _check_data_parallel(args: K3ServerArgs) -> None:
@@ -219,6 +254,8 @@ def _choose_prefix_cache(args: K3ServerArgs) -> None:
         return
     of_the_host = {
         f"--mamba-radix-cache-strategy {args.mamba_radix_cache_strategy}": args.mamba_radix_cache_strategy != "auto",
+        f"--radix-eviction-policy {args.radix_eviction_policy}": args.radix_eviction_policy != "lru",
+        f"--kv-events-config {args.kv_events_config}": bool(args.kv_events_config),
         "--enable-streaming-session": args.enable_streaming_session,
         "--enable-session-radix-cache": args.enable_session_radix_cache,
     }
@@ -234,6 +271,10 @@ def _choose_prefix_cache(args: K3ServerArgs) -> None:
         running_requests(args.max_mamba_cache_size)
 
 
+def _states_per_request(args: K3ServerArgs) -> int:
+    return SLOTS_PER_REQUEST if args.radix_cache_backend == PREFIX_CACHE else STATES_PER_REQUEST
+
+
 def _size_cpu_pools(args: K3ServerArgs, config: K3Config) -> None:
     """Pools for a machine without an accelerator, bounded in bytes whatever the model's size."""
     kda, mla = config.kda, config.mla
@@ -242,7 +283,7 @@ def _size_cpu_pools(args: K3ServerArgs, config: K3Config) -> None:
     if args.max_mamba_cache_size is None:
         conv = 3 * kda.width * (kda.short_conv_kernel_size - 1)
         state_bytes = 4 * len(config.kda_layers) * (conv + kda.width * kda.head_dim)
-        per_request = SLOTS_PER_REQUEST if args.radix_cache_backend == PREFIX_CACHE else HOST_STATES_PER_REQUEST
+        per_request = _states_per_request(args)
         wanted = per_request * args.max_running_requests
         args.max_mamba_cache_size = max(per_request, min(wanted, CPU_STATE_BYTES // state_bytes))
     if args.max_total_tokens is None:

@@ -32,6 +32,9 @@ def set_for_k3(*, run_dtype: str, device: str, tp_size: int, pp_size: int) -> No
     _default("SGLANG_MAMBA_CONV_DTYPE", run_dtype)
     if device == "cpu":
         _set_for_cpu(tp_size, pp_size)
+    else:
+        # The host's newer all-reduce is compiled by nvcc at the start; the older one comes as a binary.
+        _default("SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2", "0")
 
 
 def _set_for_cpu(tp_size: int, pp_size: int) -> None:

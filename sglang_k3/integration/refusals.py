@@ -92,7 +92,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "other trees do not keep K3's states",
         f"Leave the flag out; {PREFIX_CACHE} is used.",
     ),
-    Refusal("radix_eviction_policy", _only("lru"), "K3's cache evicts the least recently used"),
     Refusal("enable_unified_memory", _UNSET, "the unified pool has no MLA side yet"),
     Refusal("enable_page_major_kv_layout", _UNSET, "the page-major layout has no MLA side yet"),
     Refusal("enable_int8_mamba_checkpoint", _UNSET, "states are kept in full precision"),
@@ -102,18 +101,18 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("enable_single_batch_overlap", _UNSET, "batches are not split for K3 yet"),
     Refusal("enable_pdmux", _UNSET, "batches are not split for K3 yet"),
     Refusal("enable_torch_compile", _UNSET, "the model runs eagerly"),
-    *(
-        Refusal(field, _UNSET, "the ops run eagerly, without CUDA graphs, until their Triton implementations are there")
-        for field in (
-            "cuda_graph_config",
-            "cuda_graph_backend_decode",
-            "cuda_graph_backend_prefill",
-            "cuda_graph_max_bs_decode",
-            "cuda_graph_max_bs_prefill",
-            "cuda_graph_bs_decode",
-            "cuda_graph_bs_prefill",
-        )
+    Refusal(
+        "cuda_graph_config",
+        _UNSET,
+        "decode steps are captured whole and prompts never, so that a few flags say all there is to say",
+        "Use --cuda-graph-backend-decode, --cuda-graph-max-bs-decode or --cuda-graph-bs-decode.",
     ),
+    Refusal("cuda_graph_backend_decode", _only(None, "full", "disabled"), "a decode step is captured whole or not"),
+    *(
+        Refusal(field, _only(None, False, "disabled"), "prompts are not captured")
+        for field in ("cuda_graph_backend_prefill", "cuda_graph_max_bs_prefill", "cuda_graph_bs_prefill")
+    ),
+    Refusal("debug_cuda_graph", _UNSET, "the host debugs only graphs that it has broken into pieces"),
     Refusal("moe_a2a_backend", _UNSET, "experts are split by rank with one reduction, without an all-to-all"),
     Refusal("enable_eplb", _UNSET, "experts stay on their rank"),
     Refusal("ep_num_redundant_experts", _UNSET, "experts stay on their rank"),

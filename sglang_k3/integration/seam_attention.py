@@ -20,4 +20,7 @@ def install() -> None:
 def _create(runner: Any) -> Any:
     from sglang_k3.host.mla_backend import K3MLABackend
 
+    if runner.server_args.pp_size > 1:
+        # So wide are the host's buffers of a CUDA graph for what comes from the stage before.
+        runner.model_config.hc_hidden_size = runner.model.model.handoff_width
     return K3MLABackend(runner)

@@ -150,6 +150,15 @@ SEAMS: tuple[Seam, ...] = (
         function="install_main",
     ),
     Seam(
+        name="end of a waiting answer",
+        targets=("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req",),
+        why="the host ends the stream of a request that is aborted after a retraction with its last token alone",
+        until="outputs there as those of a running request",
+        scope="main process",
+        module="seam_stream",
+        function="install_main",
+    ),
+    Seam(
         name="sampling",
         targets=(
             "sglang.srt.layers.sampler.Sampler.forward",
@@ -228,6 +237,29 @@ SEAMS: tuple[Seam, ...] = (
         until="a check for tokens there",
         scope="scheduler",
         module="seam_stream",
+        function="install_scheduler",
+    ),
+    Seam(
+        name="no compiler",
+        targets=(
+            "sglang.srt.model_executor.forward_batch_info.clamp_position",
+            "sglang.srt.model_executor.forward_batch_info._clamp_position_native",
+            "sglang.srt.layers.vocab_parallel_embedding.get_masked_input_and_mask",
+            "sglang.srt.layers.sampler.multinomial_with_seed",
+        ),
+        why="the host's first decode step waits for nvcc, its first step of two ranks for torch.compile",
+        until="binaries of these in the host",
+        scope="scheduler",
+        module="seam_compilers",
+    ),
+    Seam(
+        name="before the capture",
+        targets=("sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_cuda_graphs",),
+        why="Triton compiles one kernel after the other, each when it is first launched; and the host drops graphs of "
+        "batches that are too large in silence",
+        until="a place of the host for work before the capture",
+        scope="scheduler",
+        module="seam_capture",
     ),
     Seam(
         name="padding of data-parallel ranks",

@@ -8,11 +8,13 @@ from typing import Any, get_args
 
 from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_k3.config import ARCHITECTURE
 from sglang_k3.errors import ConfigError
 from sglang_k3.integration import environment
-from sglang_k3.integration.defaults import fill_defaults, prepare_model
+from sglang_k3.integration.defaults import fill_defaults, prepare_model, refuse_what_does_not_fit
+from sglang_k3.integration.graphs import largest_asked
 from sglang_k3.integration.names import is_k3
 from sglang_k3.integration.refusals import PREFIX_CACHE
 from sglang_k3.options import LatentNormEps, ServeOptions
@@ -20,7 +22,10 @@ from sglang_k3.options import LatentNormEps, ServeOptions
 
 @dataclasses.dataclass
 class K3ServerArgs(ServerArgs):
-    """Arguments of one server; ``is_k3`` says whether it serves K3."""
+    """Arguments of one server.
+
+    ``is_k3`` says whether it serves K3, ``asked_graph_batch`` is the largest batch that its user wants captured.
+    """
 
     k3_latent_norm_eps: A[
         str,
@@ -47,8 +52,12 @@ class K3ServerArgs(ServerArgs):
             return
         ServeOptions.from_server_args(self)
         prepare_model(self)
+        self.asked_graph_batch = largest_asked(self)
         fill_defaults(self)
         super().__post_init__()
+        memory = get_device_memory_capacity(self.device)
+        device_bytes = None if memory is None else memory * 2**20
+        refuse_what_does_not_fit(self, self.get_model_config().hf_config.k3, device_bytes)
         environment.set_for_k3(
             run_dtype=str(self.get_model_config().dtype).removeprefix("torch."),
             device=self.device,

@@ -10,9 +10,14 @@ from typing import Any
 from sglang_k3.integration.verify import require_hooks
 
 
-def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> Any:
+def run_scheduler_process(
+    server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, *args: Any, **kwargs: Any
+) -> Any:
     from sglang.srt.plugins import load_plugins
 
+    from sglang_k3.integration.seam_capture import start_farm
+
+    start_farm(server_args, tp_rank)
     load_plugins()
     from sglang_k3.integration.seams import install_for_scheduler
 
@@ -20,7 +25,7 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> Any:
     require_hooks()
     from sglang.srt.managers.scheduler import run_scheduler_process as host_target
 
-    return host_target(server_args, *args, **kwargs)
+    return host_target(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> Any:

@@ -29,12 +29,25 @@ def supports_triton(ctx: OpContext) -> str | None:
     return f"needs a CUDA device of sm_80 or newer, got {ctx.device.type}"
 
 
+def supports_triton_up_to(**largest: int) -> Callable[[OpContext], str | None]:
+    """``supports_triton`` for kernels whose tiles hold a whole row: refuses sizes above what they were tested with."""
+
+    def supports(ctx: OpContext) -> str | None:
+        reason = supports_triton(ctx)
+        for name, limit in largest.items():
+            if reason is None and ctx.sizes.get(name, 0) > limit:
+                reason = f"takes {name} up to {limit}, got {ctx.sizes[name]}"
+        return reason
+
+    return supports
+
+
 def triton_impl(reference: Callable[..., Any], supports: Callable[[OpContext], str | None] = supports_triton) -> Impl:
     """The function of the same name in the ``triton_impl.py`` beside ``reference``; the first call imports it.
 
     Args:
         reference: the op in plain torch, which gives name, place and signature.
-        supports: ``supports_triton``, or a function that asks it and then adds reasons of its own.
+        supports: one of the functions above, or a function that asks one and adds reasons of its own.
     """
     module = f"{reference.__module__.removesuffix('.reference')}.triton_impl"
 

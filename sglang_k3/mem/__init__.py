@@ -6,7 +6,9 @@ ids and counts: it reads no device value and never waits for the device.
 
 Who calls whom, from the outside in:
 
-    engine             one request's life: admit, extend, decode, donate, finish; sessions; in-flight sharing
+    engine             one request's life: admit, extend, decode, donate, finish; sessions
+    lease              what a running request has of the pools, and what its next forward keeps
+    in_flight          prompts that are being prefilled: who waits for whose state
     checkpoints        states in the tree: match, insert, evict, forks, the cap per path
     radix_tree         token ids to KV, page by page; locks
     checkpoint_policy  which state or leaf goes first: the interface, and plain LRU

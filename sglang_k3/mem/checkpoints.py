@@ -269,8 +269,6 @@ class CheckpointCache:
         self._policy.withdraw_leaf(node)
         parent = self.tree.remove_leaf(node)
         self._kv_pool.free(node.kv_locs)
-        # A use of the leaf was a use of the KV above it.
-        parent.used_at = max(parent.used_at, node.used_at)
         self._refresh_leaf(parent)
         return len(node.tokens)
 

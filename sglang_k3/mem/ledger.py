@@ -36,12 +36,14 @@ def check_slots(engine: CheckpointEngine) -> Balance:
     slots.check_invariants()
     tree.check_invariants()
     expected: dict[SlotId, Owner] = {}
+    num_protected = 0
     for node in tree.nodes():
         if node.checkpoint is not None:
             slot_id = node.checkpoint.slot_id
             assert slot_id not in expected, f"I3: {node} and another have state slot {slot_id}"
             assert slots.depth(slot_id) == node.depth, f"I1: {node} has a state of {slots.depth(slot_id)} tokens"
             expected[slot_id] = TREE
+            num_protected += node.checkpoint.lock_ref > 0
     num_tree = len(expected)
     for lease in engine.leases:
         for slot_id in lease.slot_ids:
@@ -49,9 +51,8 @@ def check_slots(engine: CheckpointEngine) -> Balance:
             expected[slot_id] = lease
     owned = dict(slots.owned())
     assert owned == expected, f"I2: owned {owned}, found {expected}"
-    protected = sum(bool(node.checkpoint and node.checkpoint.lock_ref) for node in tree.nodes())
-    counted = (engine.cache.num_states, engine.cache.num_protected_states)
-    assert counted == (num_tree, protected), f"I2: {counted} states and protected ones, found {(num_tree, protected)}"
+    counted, found = (engine.cache.num_states, engine.cache.num_protected_states), (num_tree, num_protected)
+    assert counted == found, f"I2: {counted} states and protected ones, found {found}"
     balance = Balance(slots.num_free, num_tree, len(expected) - num_tree)
     assert sum(balance) == slots.size, f"I2: {balance} of {slots.size} state slots"
     return balance

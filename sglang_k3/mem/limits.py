@@ -66,9 +66,6 @@ class CheckpointLimits:
         """The deepest grid point that is not below ``depth`` tokens."""
         return depth // self.grid * self.grid
 
-    def page_floor(self, depth: int) -> int:
-        return depth // self.page_size * self.page_size
-
 
 def running_requests(num_slots: int) -> int:
     """How many requests a pool of ``num_slots`` state slots can run at once.

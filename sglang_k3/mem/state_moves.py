@@ -41,16 +41,9 @@ class DeviceWork:
 
 
 class Stream(Protocol):
-    """Work in the order of its enqueuing."""
+    """The forward stream: works run in the order of their enqueuing, among the forward passes."""
 
     def enqueue(self, work: DeviceWork) -> None: ...
-
-
-class CurrentStream:
-    """The device's current stream: a launch is what enqueues."""
-
-    def enqueue(self, work: DeviceWork) -> None:
-        work.run()
 
 
 @dataclasses.dataclass(frozen=True)

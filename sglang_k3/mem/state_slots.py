@@ -54,10 +54,6 @@ class SlotError(RuntimeError):
     """A slot was used against its life cycle: a mistake of this package, never of a request."""
 
 
-class PoolExhaustedError(RuntimeError):
-    """Work that cannot be skipped found no slot."""
-
-
 @dataclasses.dataclass
 class _Slot:
     state: SlotState = SlotState.FREE

@@ -62,6 +62,11 @@ class KimiK3Model(nn.Module):
             self.output_attn_res = DepthMix(config.hidden_size, eps=config.rms_norm_eps)
             self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    @property
+    def handoff_width(self) -> int:
+        """Elements per token that the stage before hands over (see ``_hand_over``)."""
+        return self.config.hidden_size * (1 + self.config.num_bank_rows(self.start_layer))
+
     def loaders(self) -> Loaders:
         loaders: Loaders = {}
         if self.pp_group.is_first_rank:

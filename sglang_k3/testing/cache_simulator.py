@@ -27,7 +27,7 @@ from sglang_k3.mem.lease import Lease, StepPlan
 from sglang_k3.mem.limits import PAIR_SLOTS, SLOTS_PER_REQUEST, CheckpointLimits
 from sglang_k3.mem.radix_tree import RadixTree
 from sglang_k3.mem.replay_cost import ReplayCost
-from sglang_k3.mem.state_moves import CurrentStream, StateMoves
+from sglang_k3.mem.state_moves import DeviceWork, StateMoves
 from sglang_k3.mem.state_slots import Owner, SlotId, StateSlots
 from sglang_k3.testing.cache_traces import CHUNK_TOKENS, UNIT, Session, Trace, Turn
 
@@ -54,6 +54,13 @@ class Budget:
         assert num_bytes <= self.free, f"I9: {num_bytes} bytes of {self.free}"
         self.used += num_bytes
         self.most_used = max(self.most_used, self.used)
+
+
+class NoDevice:
+    """A stream whose work is done: states have no bytes here."""
+
+    def enqueue(self, work: DeviceWork) -> None:
+        work.run()
 
 
 class BudgetedSlots(StateSlots):
@@ -199,7 +206,7 @@ class Simulator:
         slots = BudgetedSlots(self.budget)
         self.cache = contender.cache(RadixTree(GRID, NO_KV), slots, self.kv, policy=self.policy, limits=limits)
         self.cache.budget = self.budget
-        self.engine = contender.engine(self.cache, StateMoves(slots, [], CurrentStream()), self.kv)
+        self.engine = contender.engine(self.cache, StateMoves(slots, [], NoDevice()), self.kv)
         self.outcome = Outcome(counts=self.cache.counts)
         self._trace, self._on_arrival, self._stop_after = trace, on_arrival, stop_after
         self._events: list[tuple[float, int, int, Action, _Request]] = []

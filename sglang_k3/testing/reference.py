@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -73,6 +74,7 @@ class ReferenceModel:
         latent_norm_eps: epsilon of ``q_a_layernorm`` and ``kv_a_layernorm``.
         round_to: round each value that a served model keeps in its run dtype to this dtype, to measure the noise that
             such a run legitimately shows; ``None`` rounds nothing.
+        device: where weights and states are.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class ReferenceModel:
         dtype: torch.dtype = torch.float32,
         latent_norm_eps: float = 1e-6,
         round_to: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
@@ -93,7 +96,8 @@ class ReferenceModel:
         self.dtype = dtype
         self.latent_norm_eps = latent_norm_eps
         self.round_to = round_to
-        self.weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+        self.device = device
+        self.weights = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
 
     @classmethod
     def from_checkpoint(
@@ -103,6 +107,7 @@ class ReferenceModel:
         *,
         latent_norm_eps: float = 1e-6,
         round_to: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
     ) -> ReferenceModel:
         """Read ``config.json`` and the safetensors files of a checkpoint folder.
 
@@ -112,18 +117,18 @@ class ReferenceModel:
         folder = Path(path)
         config = K3Config.from_dict(json.loads((folder / "config.json").read_text()))
         weights = load_text_weights(folder, dtype)
-        return cls(config, weights, dtype=dtype, latent_norm_eps=latent_norm_eps, round_to=round_to)
+        return cls(config, weights, dtype=dtype, latent_norm_eps=latent_norm_eps, round_to=round_to, device=device)
 
     def new_state(self) -> ReferenceState:
         """The state of an empty sequence."""
         kda, mla = self.config.kda, self.config.mla
+        zeros = functools.partial(torch.zeros, dtype=self.dtype, device=self.device)
         empty_kda = KDAState(
-            window=torch.zeros(kda.short_conv_kernel_size - 1, 3 * kda.width, dtype=self.dtype),
-            state_kv=torch.zeros(kda.num_heads, kda.head_dim, kda.head_dim, dtype=self.dtype),
+            window=zeros(kda.short_conv_kernel_size - 1, 3 * kda.width),
+            state_kv=zeros(kda.num_heads, kda.head_dim, kda.head_dim),
         )
         empty_mla = MLAState(
-            keys=torch.zeros(0, mla.num_heads, mla.qk_head_dim, dtype=self.dtype),
-            values=torch.zeros(0, mla.num_heads, mla.v_head_dim, dtype=self.dtype),
+            keys=zeros(0, mla.num_heads, mla.qk_head_dim), values=zeros(0, mla.num_heads, mla.v_head_dim)
         )
         full = self.config.full_attention_layers
         return ReferenceState([empty_mla if i in full else empty_kda for i in range(self.config.num_hidden_layers)])

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HOST = "127.0.0.1"
 POLL_S = 0.2
-KILL_LIMIT_S = 5.0
+KILL_LIMIT_S = 20.0  # a GPU process gives its memory back first
 TAIL_LINES = 25
 
 

@@ -59,6 +59,7 @@ def prefill(tokens, pool, lens, slots, *, starts, track_lens=None, track_slots=N
         cache_indices=torch.tensor(slots, device=device),
         has_initial_state=torch.tensor(starts, device=device),
         scale=SCALE,
+        lower_bound=min([0.0, *tokens[3].flatten().tolist()]),
         track_lens=torch.tensor(track_lens, device=device) if tracked else None,
         track_indices=torch.tensor(track_slots, device=device) if tracked else None,
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_k3.kernels.latent_experts import latent_experts
-from sglang_k3.kernels.latent_experts.cases import CASES, TOLERANCE, make_inputs
+from sglang_k3.kernels.latent_experts.cases import CASES, TOLERANCE, Case, make_inputs
 from sglang_k3.kernels.mxfp4_dequant import mxfp4_dequant
 from tests.kit.compare import assert_bitwise
 from tests.kit.ops import fp64, over_cases
@@ -86,6 +86,19 @@ def test_the_weight_is_applied_to_the_finished_expert():
     out = latent_experts(100 * z, topk_weights, topk_ids, w13, w2, **kwargs)
     unit = latent_experts(100 * z, torch.ones_like(topk_weights), topk_ids, w13, w2, **kwargs)
     assert_bitwise(out, topk_weights * unit)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_bits_of_a_row_depend_on_no_other_row(device):
+    """Blocks of several sizes and a row's place in them leave no trace."""
+    case = Case(tokens=211, latent=64, width=32, experts=2, top_k=1, packed=True, dtype=torch.bfloat16)
+    inputs = make_inputs(case, device)
+    z, topk_weights, topk_ids, *weights = inputs.args
+    z[:], topk_weights[:], topk_ids[:] = z[:1].clone(), topk_weights[:1].clone(), 1
+    topk_ids[5:9] = 0
+    out = latent_experts(z, topk_weights, topk_ids, *weights, **inputs.kwargs)
+    same = torch.cat([out[:5], out[9:]])
+    assert_bitwise(same, same[:1].expand_as(same))
 
 
 def test_packed_weights_need_their_scales():

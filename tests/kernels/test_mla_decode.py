@@ -17,10 +17,10 @@ def test_equals_softmax_row_by_row(case, device):
     inputs = make_inputs(case, device)
     out, lse = mla_decode(*inputs.args, **inputs.kwargs)
     q, pool = fp64(*inputs.args)
-    indptr, indices = inputs.kwargs["kv_indptr"].tolist(), inputs.kwargs["kv_indices"].tolist()
+    spans, indices = inputs.kwargs["kv_spans"].tolist(), inputs.kwargs["kv_indices"].tolist()
     expected, expected_lse = torch.zeros(out.shape).double(), torch.full(lse.shape, -math.inf).double()
     for b in range(len(case.lens)):
-        rows = [pool[slot] for slot in indices[indptr[b] : indptr[b + 1]] if slot >= 0]
+        rows = [pool[slot] for slot in indices[slice(*spans[b])] if slot >= 0]
         for h in range(case.heads if rows else 0):
             gains = [math.exp(inputs.kwargs["scale"] * float(q[b, h] @ row)) for row in rows]
             expected[b, h] = sum(g / sum(gains) * row[: case.latent] for g, row in zip(gains, rows, strict=True))
@@ -64,7 +64,13 @@ def test_the_absorbed_form_is_the_explicit_one():
         q.float(), k.float(), v.float(), cu_seqlens_q=lens.clamp(max=1), cu_seqlens_k=lens, scale=scale, causal=True
     )
     pool_out, pool_lse = mla_decode(
-        absorbed.float(), rows.float(), kv_indptr=lens, kv_indices=torch.arange(21), scale=scale, v_dim=16
+        absorbed.float(),
+        rows.float(),
+        kv_spans=torch.tensor([[0, 21]]),
+        kv_indices=torch.arange(21),
+        max_len=21,
+        scale=scale,
+        v_dim=16,
     )
     assert_close(out[0], explicit.float(), TOLERANCE)
     assert_close(torch.einsum("bhl,hvl->bhv", pool_out, tensors[5].float())[0], explicit.float(), TOLERANCE)
@@ -74,14 +80,16 @@ def test_the_absorbed_form_is_the_explicit_one():
 def batch(lens, heads=2, width=24):
     """Queries, and a pool that holds the rows of all sequences in random places."""
     slots = torch.randperm(sum(lens))
-    kv_indptr = torch.tensor([0, *lens]).cumsum(0).int()
-    return torch.randn(len(lens), heads, width), torch.randn(sum(lens), width), kv_indptr, slots
+    ends = torch.tensor(lens).cumsum(0)
+    kv_spans = torch.stack([ends - torch.tensor(lens), ends], dim=1)
+    return torch.randn(len(lens), heads, width), torch.randn(sum(lens), width), kv_spans, slots
 
 
 def test_there_are_no_positions():
-    q, pool, kv_indptr, slots = batch([17])
-    plain = mla_decode(q, pool, kv_indptr=kv_indptr, kv_indices=slots, scale=0.2, v_dim=16)
-    shuffled = mla_decode(q, pool, kv_indptr=kv_indptr, kv_indices=slots[torch.randperm(17)], scale=0.2, v_dim=16)
+    q, pool, kv_spans, slots = batch([17])
+    kwargs = {"kv_spans": kv_spans, "max_len": 17, "scale": 0.2, "v_dim": 16}
+    plain = mla_decode(q, pool, kv_indices=slots, **kwargs)
+    shuffled = mla_decode(q, pool, kv_indices=slots[torch.randperm(17)], **kwargs)
     for a, b in zip(shuffled, plain, strict=True):
         assert_close(a, b, TOLERANCE)
 
@@ -89,8 +97,8 @@ def test_there_are_no_positions():
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_the_ranks_of_context_parallelism_merge_to_the_whole(ranks):
     lens = [5, 0, 13, 1]
-    q, pool, kv_indptr, slots = batch(lens)
-    kwargs = {"kv_indptr": kv_indptr, "scale": 0.2, "v_dim": 16}
+    q, pool, kv_spans, slots = batch(lens)
+    kwargs = {"kv_spans": kv_spans, "max_len": 13, "scale": 0.2, "v_dim": 16}
     positions = torch.cat([torch.arange(n) for n in lens])
     merged = (torch.zeros(4, 2, 16), torch.full((4, 2), -torch.inf))
     for rank in range(ranks):
@@ -111,24 +119,54 @@ def test_the_ranks_of_context_parallelism_merge_to_the_whole(ranks):
     ],
 )
 def test_a_row_does_not_depend_on_its_batch(lens, heads, width, v_dim, dtype, device):
-    q, pool, kv_indptr, slots = (x.to(device) for x in batch(lens, heads, width))
+    q, pool, kv_spans, slots = (x.to(device) for x in batch(lens, heads, width))
     q, pool = q.to(dtype), pool.to(dtype)
-    out, lse = mla_decode(q, pool, kv_indptr=kv_indptr, kv_indices=slots, scale=0.2, v_dim=v_dim)
-    for b in range(len(lens)):
-        begin, end = kv_indptr[b : b + 2].tolist()
-        alone = mla_decode(
-            q[b : b + 1],
-            pool,
-            kv_indptr=torch.tensor([0, end - begin], dtype=torch.int32, device=device),
-            kv_indices=slots[begin:end],
-            scale=0.2,
-            v_dim=v_dim,
-        )
+    kwargs = {"scale": 0.2, "v_dim": v_dim}
+    out, lse = mla_decode(q, pool, kv_spans=kv_spans, kv_indices=slots, max_len=max(lens), **kwargs)
+    for b, length in enumerate(lens):
+        mine = slots[slice(*kv_spans[b].tolist())]
+        span = torch.tensor([[0, length]], device=device)
+        alone = mla_decode(q[b : b + 1], pool, kv_spans=span, kv_indices=mine, max_len=length, **kwargs)
         assert_bitwise(alone[0], out[b : b + 1])
         assert_bitwise(alone[1], lse[b : b + 1])
 
 
+def test_the_rows_of_a_table_serve_as_lists(device):
+    """As the backend passes them: a row per request, lists of which the rest of the row is no part, any bound."""
+    lens = [5, 0, 300, 17]
+    q, pool, kv_spans, slots = (x.to(device) for x in batch(lens))
+    kwargs = {"scale": 0.2, "v_dim": 16}
+    expected = mla_decode(q, pool, kv_spans=kv_spans, kv_indices=slots, max_len=300, **kwargs)
+    table = torch.full((6, 512), 1 << 30, dtype=torch.int32, device=device)
+    rows = torch.tensor([4, 0, 1, 5], device=device)
+    for row, span, length in zip(rows, kv_spans.tolist(), lens, strict=True):
+        table[row, :length] = slots[slice(*span)].int()
+    spans = torch.stack([rows * 512, rows * 512 + torch.tensor(lens, device=device)], dim=1)
+    actual = mla_decode(q, pool, kv_spans=spans, kv_indices=table.view(-1), max_len=1 << 20, **kwargs)
+    for a, b in zip(actual, expected, strict=True):
+        assert_bitwise(a, b)
+
+
+@pytest.mark.parametrize("max_len", [*range(0, 5000, 61), 4096, 4097, 65536, 65537, 70000, 1 << 20])
+def test_memory_is_set_aside_for_every_split_of_any_shorter_list(max_len):
+    """Against the rule that the kernel follows, written out."""
+    from sglang_k3.kernels.mla_decode.triton_impl import max_splits
+
+    def splits(length):
+        span = max(min(-(-length // 4), 1024), -(-length // 64), 256)
+        return -(-length // (-(-span // 256) * 256))
+
+    lengths = [n for n in (*range(0, 70000, 127), 4096, 4097, 65536, 65537, 1 << 20, max_len) if n <= max_len]
+    assert max(map(splits, lengths)) <= max_splits(max_len) <= 64
+
+
 def test_a_value_wider_than_a_row_is_refused():
-    q, pool, kv_indptr, slots = batch([3])
+    q, pool, kv_spans, slots = batch([3])
     with pytest.raises(ValueError, match="v_dim=25 must be 1 to 24, the width of a row"):
-        mla_decode(q, pool, kv_indptr=kv_indptr, kv_indices=slots, scale=0.2, v_dim=25)
+        mla_decode(q, pool, kv_spans=kv_spans, kv_indices=slots, max_len=3, scale=0.2, v_dim=25)
+
+
+def test_offsets_in_place_of_spans_are_refused():
+    q, pool, _, slots = batch([3])
+    with pytest.raises(ValueError, match=r"kv_spans has shape \(1, 4\), but \[B, 2\] is needed"):
+        mla_decode(q, pool, kv_spans=torch.zeros(1, 4).long(), kv_indices=slots, max_len=3, scale=0.2, v_dim=16)

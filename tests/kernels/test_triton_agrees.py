@@ -104,11 +104,18 @@ def assert_agree(actual, expected, op, case, what):
 
 
 def assert_same_memory(actual, expected, before, op, case, what):
-    """What the reference changed agrees in the class of the op; what it left alone is still there bit for bit."""
-    actual, expected, before = storage(actual), storage(expected), storage(before)
+    """Rows that the reference changed agree in the class of the op; all else is still there bit for bit.
+
+    Rows and not elements: one that the reference rounded back to what it was may come out an ulp beside it.
+    """
     changed = (expected != before) & ~(expected.isnan() & before.isnan())
-    assert_bitwise(actual[~changed], before[~changed], f"{what}, outside of what is written")
-    assert_agree(actual[changed], expected[changed], op, case, what)
+    written = torch.zeros(storage(before).shape, dtype=torch.bool, device=before.device)
+    if changed.numel():
+        rows = changed.any(dim=-1, keepdim=True).expand_as(changed)
+        written.as_strided(before.shape, before.stride(), before.storage_offset()).copy_(rows)
+    actual, expected, before = storage(actual), storage(expected), storage(before)
+    assert_bitwise(actual[~written], before[~written], f"{what}, outside of what is written")
+    assert_agree(actual[written], expected[written], op, case, what)
 
 
 @pytest.mark.parametrize(("op", "case"), cases_to_run())

@@ -116,11 +116,9 @@ class CacheTwin:
         if self.ends[prefix].state is not None:
             self._drop_state(prefix)
         namespace, tokens = prefix
-        used_at = self.ends.pop(prefix).used_at
+        del self.ends[prefix]
         above = self._above(prefix)
         start = len(above[-1][1]) if above else 0
-        if above:
-            self.ends[above[-1]].used_at = max(self.ends[above[-1]].used_at, used_at)
         for depth in range(start, len(tokens), self.page_size):
             self.freed += self.locs.pop((namespace, tokens[: depth + self.page_size]))
         return len(tokens) - start

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from sglang_k3.env import cache_root
 from sglang_k3.testing.cache import ensure_tiny
+from sglang_k3.testing.presets import GPU_PRESETS
 from sglang_k3.testing.server import ServerProcess, sglang_command
 from tests.kit.parity import BFLOAT16, FLOAT32, Oracle, Tolerance
 
@@ -49,7 +51,13 @@ class Configuration:
         return FLOAT32 if self.dtype == "float32" else BFLOAT16
 
     def checkpoint(self, cache: Path) -> Path:
-        return ensure_tiny(cache, self.preset, dtype=self.dtype, experts=self.experts)
+        """Written into ``cache``, or, as a large one takes a minute, where the next run finds it again."""
+        place = cache_root() if self.preset in GPU_PRESETS else cache
+        return ensure_tiny(place, self.preset, dtype=self.dtype, experts=self.experts)
+
+    def oracle(self, folder: Path) -> Oracle:
+        """The reference of the checkpoint in ``folder``; a small one is faster on the CPU."""
+        return Oracle(folder, device="cuda" if ON_GPU and self.preset in GPU_PRESETS else "cpu")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,10 +38,10 @@ BFLOAT16 = Tolerance(max_error=0.5, rms_error=0.08, sure_gap=1.0)
 
 
 class Oracle:
-    """The reference's log-probs after any token sequence, remembered by prefix."""
+    """The reference's log-probs after any token sequence, remembered by prefix, computed on ``device``."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = ReferenceModel.from_checkpoint(folder)
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        self.model = ReferenceModel.from_checkpoint(folder, device=device)
         self.vocab_size = self.model.config.vocab_size
         self._states: dict[tuple[int, ...], ReferenceState] = {(): self.model.new_state()}
         self._logprobs: dict[tuple[int, ...], torch.Tensor] = {}
@@ -54,7 +54,7 @@ class Oracle:
             state = self._states[key[:start]].clone()
             for n in range(start, len(key)):
                 logits = self.model.step(state, key[n])
-                self._logprobs[key[: n + 1]] = logits.log_softmax(-1)
+                self._logprobs[key[: n + 1]] = logits.log_softmax(-1).cpu()
                 if (n + 1) % STATE_EVERY == 0:
                     self._states[key[: n + 1]] = state.clone()
         return self._logprobs[key]

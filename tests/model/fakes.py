@@ -69,6 +69,7 @@ class FakeRunner:
             mamba_pool=SimpleNamespace(
                 mamba_cache=SimpleNamespace(conv=[self.conv], temporal=self.temporal), enable_linear_replayssm=False
             ),
+            mamba_map=place,
             get_mamba_indices=lambda indices: self._states_of[indices],
             translate_mamba_indices=lambda indices: indices,
             mamba2_layer_cache=lambda layer: SimpleNamespace(
@@ -109,8 +110,9 @@ class FakeRunner:
 
     def decode(self, requests: list[Request]) -> SimpleNamespace:
         """The batch that computes the next token of each request."""
+        none = torch.empty(0, dtype=torch.int64)
         loc = [self._append(request, 1) for request in requests]
-        return self._batch(ForwardMode.DECODE, requests, torch.cat(loc))
+        return self._batch(ForwardMode.DECODE, requests, torch.cat([none, *loc]))
 
     def _append(self, request: Request, num_tokens: int) -> Tensor:
         loc = torch.tensor([self._free_kv.pop() for _ in range(num_tokens)], dtype=torch.int64)
@@ -125,8 +127,8 @@ class FakeRunner:
         return SimpleNamespace(
             forward_mode=mode,
             batch_size=len(requests),
-            req_pool_indices=torch.tensor([request.index for request in requests]),
-            seq_lens=torch.tensor([request.length for request in requests]),
+            req_pool_indices=torch.tensor([request.index for request in requests], dtype=torch.int64),
+            seq_lens=torch.tensor([request.length for request in requests], dtype=torch.int64),
             out_cache_loc=out_cache_loc,
             mamba_track_mask=None,
             mamba_track_indices=None,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_k3.host.mla_backend import PREFIX_CHUNK_TOKENS, K3MLABackend, _offsets
+from sglang_k3.host.mla_backend import PREFIX_CHUNK_TOKENS, K3MLABackend
 
 pytestmark = pytest.mark.sglang
 CONTEXT = 1_048_576
@@ -32,10 +32,14 @@ def slots(first: int, last: int) -> Tensor:
     return 2 * torch.arange(first, last)
 
 
-def test_decode_reads_every_position_of_the_last_row(backend: K3MLABackend) -> None:
-    indices, offsets = backend._rows(LAST, torch.tensor([0]), torch.tensor([CONTEXT]))
-    assert torch.equal(indices, slots(0, CONTEXT))
-    assert offsets.tolist() == [0, CONTEXT]
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_decode_reads_every_position_of_the_last_row(backend: K3MLABackend, dtype: torch.dtype) -> None:
+    """Its entries begin behind 2**31, whatever integers the host counts requests and tokens with."""
+    backend.init_forward_metadata_in_graph(
+        SimpleNamespace(req_pool_indices=LAST.to(dtype), seq_lens=torch.tensor([CONTEXT], dtype=dtype))
+    )
+    ((begin, end),) = backend.metadata.kv_spans.tolist()
+    assert torch.equal(backend.req_to_token_pool.req_to_token.view(-1)[begin:end], slots(0, CONTEXT).int())
 
 
 def test_a_long_prefix_comes_in_bounded_pieces_that_cover_it(backend: K3MLABackend) -> None:
@@ -51,9 +55,3 @@ def test_a_long_prefix_comes_in_bounded_pieces_that_cover_it(backend: K3MLABacke
     for n, end in ((0, prefix), (1, 3)):
         parts = [piece.kv_indices[piece.cu_seqlens[n] : piece.cu_seqlens[n + 1]] for piece in pieces]
         assert torch.equal(torch.cat(parts), slots(0, end))
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_contexts_that_add_up_to_more_than_32_bits(dtype: torch.dtype) -> None:
-    lens = torch.full((2048,), CONTEXT, dtype=dtype)
-    assert _offsets(lens)[-1] == 2**31

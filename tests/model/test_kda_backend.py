@@ -251,8 +251,9 @@ def test_only_requests_that_are_due_are_snapshot() -> None:
 
 
 def test_a_decode_step_is_snapshot_after_it() -> None:
-    """Bit for bit the working slot, for the requests whose mask is set."""
+    """Bit for bit the working slot, for the requests whose mask is set, and at once for all layers of a step."""
     config, bench = tiny_k3().config, Bench()
+    bench.backend.last_layer = LAYER
     sequences = [Sequence.random(config) for _ in range(2)]
     requests, targets = (
         [bench.runner.new_request() for _ in sequences],
@@ -265,6 +266,20 @@ def test_a_decode_step_is_snapshot_after_it() -> None:
     bench.run(batch, [sequences[0].tokens(7, 8), sequences[1].tokens(5, 6)])
     assert_states(bench.states(targets[0]), states_after(sequences[0], 8), "snapshot")
     assert all(state.isnan().all() for state in bench.states(targets[1]))
+    for pool in (bench.runner.conv, bench.runner.temporal):
+        assert_bitwise(pool[:, targets[0]], pool[:, requests[0].state_slot], "snapshot of every layer")
+
+
+def test_snapshots_wait_for_the_last_kda_layer_of_the_stage() -> None:
+    bench = Bench()
+    assert bench.backend.last_layer == max(tiny_k3().config.kda_layers) > LAYER
+    request, target = bench.runner.new_request(), bench.runner.new_state_slot()
+    sequence = Sequence.random(tiny_k3().config)
+    bench.extend([request], [sequence], [7])
+    batch = bench.runner.decode([request])
+    batch.mamba_track_mask, batch.mamba_track_indices = torch.tensor([True]), torch.tensor([target])
+    bench.run(batch, [sequence.tokens(7, 8)])
+    assert all(state.isnan().all() for state in bench.states(target))
 
 
 def test_a_snapshot_serves_another_request() -> None:

@@ -115,7 +115,7 @@ def test_what_is_handed_over_is_as_large_as_the_bank_makes_it(stages: SplitAs, d
         for boundary, packet in zip(BOUNDARIES, packets, strict=True):
             rows = math.ceil(boundary / BLOCK)
             assert packet.nbytes == (1 + rows) * num_tokens * tiny.config.hidden_size * dtype.itemsize
-            assert packet.shape[0] == num_tokens and packet.is_contiguous()
+            assert packet.shape == (num_tokens, chain[boundary].model.handoff_width) and packet.is_contiguous()
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -9,7 +9,6 @@ import pytest
 
 from sglang_k3.testing.server import ServerProcess, sglang_command
 from tests.kit.configurations import DEVICE_FLAGS, Configuration, Served, start
-from tests.kit.parity import Oracle
 
 
 @pytest.fixture(scope="session")
@@ -31,5 +30,5 @@ def served(request: pytest.FixtureRequest, tiny_cache: Path) -> Iterator[Served]
     configuration: Configuration = request.param
     server, folder = start(configuration, tiny_cache, tiny_cache / "logs")
     with server:
-        yield Served(configuration, server, Oracle(folder))
+        yield Served(configuration, server, configuration.oracle(folder))
         server.check_alive()

@@ -71,6 +71,33 @@ SMALL_POOLS = ("--max-total-tokens", "32768", "--max-running-requests", "16", "-
 GPU = [
     Configuration("gpu", flags=SMALL_POOLS),
     Configuration("gpu-odd-bf16", preset="odd", dtype="bfloat16", flags=(*SMALL_POOLS, "--chunked-prefill-size", "64")),
+    Configuration("heads", preset="gpu", dtype="bfloat16", flags=SMALL_POOLS),
+    Configuration(
+        "heads-eager",
+        preset="gpu",
+        dtype="bfloat16",
+        flags=(*SMALL_POOLS, "--cuda-graph-backend-decode", "disabled", "--chunked-prefill-size", "128"),
+    ),
+]
+TWO_RANKS = (*SMALL_POOLS, "--tp-size", "2")
+NCCL_EAGER = ("--disable-custom-all-reduce", "--cuda-graph-backend-decode", "disabled")
+TWO_GPUS = [
+    Configuration("tp2-nccl", flags=(*TWO_RANKS, "--ep-size", "2", *NCCL_EAGER)),
+    Configuration("tp2-bf16", dtype="bfloat16", experts="bf16", flags=TWO_RANKS),
+    Configuration("tp2-heads", preset="gpu", dtype="bfloat16", flags=TWO_RANKS),
+    Configuration("tp2-heads-eager-nccl", preset="gpu", dtype="bfloat16", flags=(*TWO_RANKS, *NCCL_EAGER)),
+    Configuration(
+        "dp2-heads",
+        preset="gpu",
+        dtype="bfloat16",
+        flags=(*TWO_RANKS, "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+        grid=0,
+    ),
+]
+TWO_RANKS = (*SMALL_POOLS, "--tp-size", "2")
+TWO_GPUS = [
+    Configuration("tp2-nccl", flags=(*TWO_RANKS, "--ep-size", "2", "--disable-custom-all-reduce")),
+    Configuration("tp2-bf16", dtype="bfloat16", experts="bf16", flags=TWO_RANKS),
 ]
 pytestmark = [
     pytest.mark.server,
@@ -80,6 +107,7 @@ pytestmark = [
             *(pytest.param(c, id=c.name) for c in CI),
             *(pytest.param(c, id=c.name, marks=pytest.mark.full) for c in FULL),
             *(pytest.param(c, id=c.name, marks=pytest.mark.gpu) for c in GPU),
+            *(pytest.param(c, id=c.name, marks=pytest.mark.multigpu) for c in TWO_GPUS),
         ],
         indirect=True,
     ),

@@ -20,6 +20,8 @@ SEQUENCES = SequenceSet(count=4, written=192)
 
 # K3's own prefix cache, and the host's tree with each of its strategies.
 STRATEGIES = ("auto", *(pytest.param(name, marks=pytest.mark.full) for name in ("extra_buffer", "extra_buffer_lazy")))
+# Two hundred at once, each batch size under the next larger CUDA graph.
+WIDE_POOLS = ("--max-running-requests", "200", "--max-total-tokens", "131072", "--max-mamba-cache-size", "1000")
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
@@ -39,3 +41,28 @@ def test_every_answer_is_right_and_nothing_is_left(server: ServerProcess, tiny_c
     assert report.faults == ()
     assert report.finished > 0.8 * count
     assert report.retracted_answers > 0, "nothing was retracted: the pools are too large for this to try anything"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("flags", "env", "count", "concurrency"),
+    [
+        pytest.param(WIDE_POOLS, {}, 600, 200, id="two hundred at once"),
+        pytest.param((*SMALL_POOLS, "--page-size", "1"), EAGER, 300, 24, id="retracted"),
+    ],
+)
+def test_under_cuda_graphs(
+    tiny_cache: Path, flags: tuple[str, ...], env: dict[str, str], count: int, concurrency: int
+) -> None:
+    """Every answer as alone, that of a request beside which others are given up or taken back included."""
+    folder = ensure_tiny(tiny_cache)
+    sequences = ensure_continuations(folder, SEQUENCES, tiny_cache)
+    log = tiny_cache / "logs" / f"soak-gpu-{concurrency}.log"
+    command = sglang_command(str(folder), *flags, *DEVICE_FLAGS)
+    with ServerProcess(command, log_path=log, env=os.environ | env) as server:
+        report = soak(server, log, plan(sequences, count, seed=1), concurrency=concurrency)
+        server.check_alive()
+    assert report.faults == ()
+    assert report.finished > 0.8 * count and report.aborted > 0
+    assert (report.retracted_answers > 0) == bool(env)
+    assert "cuda graph: True" in log.read_text(), "no step ran as a CUDA graph"

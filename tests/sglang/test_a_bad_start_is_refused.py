@@ -5,23 +5,48 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from sglang_k3.config import K3Config
 from sglang_k3.errors import K3Error
-from sglang_k3.integration.defaults import CPU_KV_BYTES
+from sglang_k3.integration.defaults import CPU_KV_BYTES, refuse_what_does_not_fit
+from sglang_k3.integration.graphs import set_graph_defaults
 from sglang_k3.integration.refusals import REFUSALS
-from sglang_k3.testing.presets import PRESETS
+from sglang_k3.testing.presets import PRESETS, TinyPreset, published_config
 from sglang_k3.testing.tiny import write_tiny
 from tests.kit.llama import write_llama
 
 pytestmark = pytest.mark.sglang
 MILLION = 1_048_576
+K3 = TinyPreset(
+    num_layers=93,
+    attn_res_block_size=12,
+    full_attention_layers=(*range(4, 93, 4), 93),
+    hidden_size=7168,
+    kda_heads=96,
+    kda_head_dim=128,
+    mla_heads=96,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    num_experts=896,
+    top_k=16,
+    latent_size=3584,
+    moe_width=3072,
+    dense_width=33792,
+    vocab_size=163840,
+    max_position_embeddings=MILLION,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,7 +153,10 @@ def test_a_misspelt_name_is_refused() -> None:
         ({"k3_checkpoints_per_path": -2}, "--k3-checkpoints-per-path -2 keeps no state"),
         ({"max_mamba_cache_size": 3}, "A pool of 3 state slots is too small for one request.* that works is 4"),
         ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend flexkv does not work.*k3 is used"),
-        ({"radix_eviction_policy": "lfu"}, "--radix-eviction-policy lfu does not work"),
+        (
+            {"radix_cache_backend": "k3", "radix_eviction_policy": "lfu"},
+            "--radix-eviction-policy lfu is of the host's prefix cache",
+        ),
         (
             {"radix_cache_backend": "k3", "mamba_radix_cache_strategy": "extra_buffer"},
             "--mamba-radix-cache-strategy extra_buffer is of the host's prefix cache.*Leave out one of the two",
@@ -137,6 +165,10 @@ def test_a_misspelt_name_is_refused() -> None:
             {"radix_cache_backend": "k3", "enable_streaming_session": True},
             "--enable-streaming-session is of the host's prefix cache",
         ),
+        ({"cuda_graph_max_bs_decode": 8}, "--cuda-graph-max-bs-decode 8 needs a GPU"),
+        ({"cuda_graph_bs_decode": [1, 2]}, "--cuda-graph-bs-decode 1 2 needs a GPU"),
+        ({"cuda_graph_backend_prefill": "full"}, "--cuda-graph-backend-prefill full.*prompts are not captured"),
+        ({"cuda_graph_backend_decode": "breakable"}, "--cuda-graph-backend-decode breakable.*captured whole or not"),
         ({"k3_latent_norm_eps": "1e-5"}, "--k3-latent-norm-eps '1e-5' is not one of reference, config"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -170,6 +202,63 @@ def test_tied_embeddings_are_a_head_that_each_rank_has_whole(checkpoint: Path) -
     with pytest.raises(K3Error, match="tied ones are the head too: give --enable-dp-lm-head"):
         start(checkpoint, device="cpu", json_model_override_args=tied, **ranks)
     start(checkpoint, device="cpu", json_model_override_args=tied, enable_dp_lm_head=True, **ranks)
+
+
+def graph_arguments(**given: object) -> SimpleNamespace:
+    fields = dict.fromkeys(("cuda_graph_backend_decode", "cuda_graph_max_bs_decode", "cuda_graph_bs_decode"))
+    return SimpleNamespace(**{**fields, "max_running_requests": None, "dp_size": 1, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "largest"),
+    [
+        ({}, 256),
+        ({"max_running_requests": 16}, 16),
+        ({"max_running_requests": 16, "dp_size": 2}, 8),
+        ({"max_running_requests": 1000}, 256),
+        ({"cuda_graph_max_bs_decode": 4, "max_running_requests": 16}, 4),
+        ({"cuda_graph_max_bs_decode": 512}, 512),
+    ],
+)
+def test_graphs_up_to_the_requests_that_run_at_once(given: dict[str, object], largest: int) -> None:
+    args = graph_arguments(**given)
+    set_graph_defaults(args, on_cpu=False)
+    assert args.cuda_graph_max_bs_decode == largest
+    assert args.disable_prefill_cuda_graph is True
+
+
+@pytest.mark.parametrize("asked", [{"cuda_graph_max_bs_decode": 17}, {"cuda_graph_bs_decode": [1, 17, 4]}])
+def test_a_graph_larger_than_the_pool_is_refused(asked: dict[str, object]) -> None:
+    with pytest.raises(K3Error, match=r"graphs of 17 requests, but --max-running-requests .*16 at once. Ask for 16"):
+        set_graph_defaults(graph_arguments(max_running_requests=16, **asked), on_cpu=False)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    config = K3Config.from_dict(published_config(K3, dtype="bfloat16", packed_experts=True, vision=False))
+    args = SimpleNamespace(
+        **{"device": "cuda", "dtype": "bfloat16", "mamba_ssm_dtype": "float32", "mem_fraction_static": 0.9},
+        **{"max_mamba_cache_size": None, "max_total_tokens": None, "chunked_prefill_size": 8192},
+        **{"tp_size": 8, "dp_size": 1, "pp_size": 1, "radix_cache_backend": "k3"},
+    )
+    h200 = 143771 * 2**20
+    with pytest.raises(K3Error) as refused:
+        refuse_what_does_not_fit(args, config, h200)
+    numbers = re.fullmatch(
+        r"The model does not fit: it needs ([\d.]+) GB on each GPU: ([\d.]+) of weights, ([\d.]+) of 4 states, "
+        r"([\d.]+) of 8192 cached tokens, but --mem-fraction-static 0.9 of this GPU's 150.8 GB is 135.7. "
+        r"Spread it over (\d+) GPUs or more with --tp-size and --pp-size.",
+        str(refused.value),
+    )
+    assert numbers is not None, refused.value
+    total, *parts, gpus = (float(number) for number in numbers.groups())
+    assert sum(parts) == pytest.approx(total, abs=0.2) and 135.7 < total < 250
+    refuse_what_does_not_fit(args, config, None)  # nobody knows
+    args.tp_size = 32
+    assert gpus <= 32
+    refuse_what_does_not_fit(args, config, h200)
+    args.max_total_tokens = 10**9
+    with pytest.raises(K3Error, match="Ask for fewer with --max-mamba-cache-size and --max-total-tokens"):
+        refuse_what_does_not_fit(args, config, h200)
 
 
 def test_every_refusal_names_a_field_whose_default_works() -> None:
@@ -223,6 +312,18 @@ def test_stages_on_a_cpu_share_the_cores_and_open_no_nccl(checkpoint: Path, monk
     assert [os.environ.get(name) for name in names] == ["4", None, "/nonexistent"]
     K3ServerArgs(model_path=str(checkpoint), device="cpu", tp_size=2, ep_size=2, pp_size=2)
     assert [os.environ.get(name) for name in names] == ["2", "0,1,2,3|4,5,6,7", "/nonexistent"]
+
+
+def test_no_communicator_is_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.environ import envs
+
+    from sglang_k3.integration import environment
+
+    monkeypatch.delenv("SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2", raising=False)
+    environment.set_for_k3(run_dtype="bfloat16", device="cuda", tp_size=2, pp_size=1)
+    assert envs.SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2.get() is False
+    environment.clear()
+    assert envs.SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2.get() is True
 
 
 def test_another_model_package_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

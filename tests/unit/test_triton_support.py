@@ -6,7 +6,7 @@ import torch
 
 from sglang_k3.kernels import OpContext
 from sglang_k3.kernels.kda_gate import reference
-from sglang_k3.kernels.triton_support import supports_triton, triton_impl
+from sglang_k3.kernels.triton_support import supports_triton, supports_triton_up_to, triton_impl
 
 
 def on(device):
@@ -27,6 +27,14 @@ def test_a_cpu_will_do_only_where_triton_interprets(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert supports_triton(on("cpu")) is None
     assert supports_triton(on("meta")) == "needs a CUDA device of sm_80 or newer, got meta"
+
+
+def test_a_kernel_of_whole_rows_refuses_larger_ones(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    supports = supports_triton_up_to(K=128)
+    assert supports(OpContext(torch.device("cuda"), sizes={"K": 128, "V": 512})) is None
+    assert supports(OpContext(torch.device("cuda"), sizes={"K": 129})) == "takes K up to 128, got 129"
+    assert supports(on("cuda")) is None, "a size that nobody names is taken on trust"
 
 
 def test_an_implementation_is_named_and_called_like_its_reference(monkeypatch):

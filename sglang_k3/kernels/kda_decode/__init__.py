@@ -15,14 +15,17 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import FLOATS, FP32, INTEGERS, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.kda_decode import reference
-from sglang_k3.kernels.triton_support import triton_impl
+from sglang_k3.kernels.triton_support import supports_triton_up_to, triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "kda_decode"]
 
-IMPLS: tuple[Impl, ...] = (triton_impl(reference.kda_decode), reference_impl(reference.kda_decode))
+IMPLS: tuple[Impl, ...] = (
+    triton_impl(reference.kda_decode, supports_triton_up_to(K=128, V=128)),
+    reference_impl(reference.kda_decode),
+)
 
 
 def kda_decode(

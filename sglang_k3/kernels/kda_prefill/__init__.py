@@ -12,20 +12,24 @@ device tensors: a kernel can be captured in a CUDA graph, the reference reads th
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import BOOL, FLOATS, FP32, INTEGERS, check_dtypes, check_shapes, check_together
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.kda_prefill import reference
-from sglang_k3.kernels.triton_support import triton_impl
+from sglang_k3.kernels.triton_support import supports_triton_up_to, triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "kda_prefill"]
 
-IMPLS: tuple[Impl, ...] = (triton_impl(reference.kda_prefill), reference_impl(reference.kda_prefill))
+IMPLS: tuple[Impl, ...] = (
+    triton_impl(reference.kda_prefill, supports_triton_up_to(K=128, V=128)),
+    reference_impl(reference.kda_prefill),
+)
 
 
 def kda_prefill(
@@ -40,6 +44,7 @@ def kda_prefill(
     cache_indices: Tensor,
     has_initial_state: Tensor,
     scale: float,
+    lower_bound: float = -math.inf,
     track_lens: Tensor | None = None,
     track_indices: Tensor | None = None,
 ) -> Tensor:
@@ -55,6 +60,7 @@ def kda_prefill(
         cache_indices: slot of each sequence ``[B]``; -1 is a padding row: its output is zero, no slot is touched.
         has_initial_state: ``[B]``, bool; where false the state starts at zero and the old content is ignored.
         scale: multiplies the normalised q; ``K ** -0.5`` in K3.
+        lower_bound: no element of g is lower, on the word of the caller; the closer, the fewer passes a kernel needs.
         track_lens: tokens of the extend after which to take a snapshot ``[B]``, ``0 <= n <= length``; -1 for none.
         track_indices: slot that receives the snapshot ``[B]``; never one that this call uses otherwise (I4).
     Returns:
@@ -94,6 +100,7 @@ def kda_prefill(
         cache_indices=cache_indices,
         has_initial_state=has_initial_state,
         scale=scale,
+        lower_bound=lower_bound,
         track_lens=track_lens,
         track_indices=track_indices,
     )

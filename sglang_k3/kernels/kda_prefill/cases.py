@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 from sglang_k3.kernels.short_conv_prefill.cases import draw_track_lens
 
 TOLERANCE = "ratio"
+LOWER_BOUND = -5.0  # of K3's log decay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,7 @@ def make_inputs(case: Case, device: torch.device | str) -> Inputs:
         "cache_indices": working.masked_fill(is_padding, -1),
         "has_initial_state": has_initial_state,
         "scale": case.key_dim**-0.5,
+        "lower_bound": LOWER_BOUND,
         "track_lens": draw_track_lens(draw, case.lens) if case.track else None,
         "track_indices": targets if case.track else None,
     }
@@ -81,7 +83,7 @@ def draw_tokens(draw: Draw, tokens: int, heads: int, key_dim: int, value_dim: in
     """q, k, v as views of one convolution output, and g, beta in their ranges."""
     qkv = draw.normal(tokens, heads * (2 * key_dim + value_dim))
     q, k, v = qkv.split([heads * key_dim, heads * key_dim, heads * value_dim], dim=1)
-    g = draw.uniform(tokens, heads, key_dim, low=-5.0, high=0.0, dtype=torch.float32)
+    g = draw.uniform(tokens, heads, key_dim, low=LOWER_BOUND, high=0.0, dtype=torch.float32)
     beta = draw.uniform(tokens, heads, low=0.0, high=1.0, dtype=torch.float32)
     return (
         q.unflatten(1, (heads, key_dim)),

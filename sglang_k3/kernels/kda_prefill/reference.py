@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ def kda_prefill(
     cache_indices: Tensor,
     has_initial_state: Tensor,
     scale: float,
+    lower_bound: float = -math.inf,  # noqa: ARG001 - only kernels that take many tokens at a time need it
     track_lens: Tensor | None = None,
     track_indices: Tensor | None = None,
 ) -> Tensor:

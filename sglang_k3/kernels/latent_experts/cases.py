@@ -37,6 +37,8 @@ CASES = (
     Case(tokens=3, latent=32, width=16, experts=8, top_k=2, linear_beta=None, seed=6),
     Case(tokens=6, latent=48, width=24, experts=8, top_k=4, dtype=BF16, seed=7),
     Case(tokens=9, latent=64, width=32, experts=8, top_k=2, packed=True, local=(4, 8), dtype=BF16, seed=8),
+    Case(tokens=70, latent=32, width=16, experts=3, top_k=2, local=(0, 2), seed=15),
+    Case(tokens=170, latent=64, width=32, experts=1, top_k=1, packed=True, dtype=BF16, seed=16),
     Case(tokens=1, latent=96, width=32, experts=8, top_k=4, packed=True, local=(2, 7), dtype=BF16, seed=9),
     *(
         Case(

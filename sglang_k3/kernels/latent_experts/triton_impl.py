@@ -1,8 +1,11 @@
 """Triton kernels of ``latent_experts``: grouped products straight from the 4-bit weights.
 
-The choices are dealt out by expert into blocks of at most M, then two grouped products run over (block, tile of weight
-rows) and a last kernel weights and adds the outputs of a token, in the order of its choices. Nothing waits for the
-host: the number of blocks has a bound from sizes alone, and programs beyond the last block end at once.
+The choices are dealt out by expert into blocks, and the rows of z are copied into these places. Then two grouped
+products run over (block, tile of weight rows), from places to places, and a last kernel weights and adds the outputs of
+a token, in the order of its choices. An expert with many choices has large blocks, which decode its weights less often;
+what is left over goes to small ones. Nothing waits for the host: the number of blocks has a bound from sizes alone, and
+programs beyond the last block end at once. Places that stay empty hold anything; nobody reads what becomes of them. A
+single token needs no plan: each choice is a block of one.
 
 The product is taken as ``weight x^T``: the matrix units accept their left operand from registers, so weights are
 decoded where they are used and only their 4 bits pass through shared memory. A word of a weight holds 8 columns.
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PLAN_BLOCK = 1024
-COMBINE_BLOCK = 256
+ARRANGE_BLOCK = 64
+COMBINE_BLOCK = 1024
 GROUP_WORDS = tl.constexpr(4)  # 32 values share a scale
 
 # Two bf16 at a time. Two neighbouring words go in, and the pair of their nibbles i comes out for each i. A byte of each
@@ -66,12 +70,13 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-class Plan(NamedTuple):
-    """Which choices of which expert each block has; a single token's choices are blocks of one already."""
+class Blocks(NamedTuple):
+    """Blocks of one size: the expert of each (-1 without one; none for a single token), their first place and tile."""
 
+    tile: Tile
     num_blocks: int
-    block_experts: Tensor | None = None
-    block_pairs: Tensor | None = None
+    first_row: int
+    experts: Tensor | None
 
 
 def latent_experts(
@@ -93,103 +98,119 @@ def latent_experts(
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     if out.numel() == 0:
         return out
-    tile = _tile(num_pairs / num_experts, packed=w13_scale is not None, dtype=z.dtype)
-    plan = _plan(topk_ids, num_experts, expert_offset, tile.m)
-    x = z
-    if w13_scale is not None:
-        x = z.unflatten(1, (-1, 8)).transpose(1, 2).reshape(z.shape)
+    is_packed = w13_scale is not None
+    tiles = _tiles(num_pairs / num_experts, is_packed=is_packed, dtype=z.dtype)
+    if is_packed:
         w13, w2 = w13.view(torch.int32), w2.view(torch.int32)
-    hidden = torch.empty(num_pairs, width, dtype=z.dtype, device=z.device)
-    outputs = torch.empty(num_pairs, latent, dtype=z.dtype, device=z.device)
+    if num_tokens == 1:
+        # Half as many weight rows at a time give all parts of a GPU something to do.
+        blocks = [Blocks(tiles[-1]._replace(n=tiles[-1].n // 2), top_k, 0, None)]
+        num_rows, places = top_k, None
+        x = z.unflatten(1, (-1, 8)).transpose(1, 2).reshape(z.shape) if is_packed else z.contiguous()
+    else:
+        blocks, num_rows, places = _plan(topk_ids, num_experts, expert_offset, tiles)
+        x = z.new_empty(num_rows, latent)
+        group = 8 if is_packed else 1
+        _arrange[(num_tokens, triton.cdiv(latent, group * ARRANGE_BLOCK))](
+            z, places, x, z.stride(), TOP_K=top_k, L=latent, GROUP=group, BLOCK=ARRANGE_BLOCK
+        )
+    hidden, outputs = z.new_empty(num_rows, width), z.new_empty(num_rows, latent)
     for rows, result, weight, scale, is_gate_up in (
         (x, hidden, w13, w13_scale, True),
         (hidden, outputs, w2, w2_scale, False),
     ):
-        _expert_linear[(plan.num_blocks * triton.cdiv(weight.shape[1], tile.n),)](
-            rows,
-            weight,
-            scale,
-            result,
-            plan.block_experts,
-            plan.block_pairs,
-            topk_ids,
-            plan.num_blocks,
-            num_experts,
-            expert_offset,
-            beta,
-            linear_beta,
-            rows.stride(),
-            weight.stride(),
-            (0, 0, 0) if scale is None else scale.stride(),
-            topk_ids.stride(1),
-            ROWS=weight.shape[1],
-            K=rows.shape[1],
-            PAIRS_PER_ROW=top_k if is_gate_up else 1,
-            GATE_UP=is_gate_up,
-            M=tile.m,
-            N=tile.n,
-            BLOCK_K=tile.k,
-            DOT=dot_dtype(z),
-            PTX=z.is_cuda and z.dtype == torch.bfloat16,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+        for tile, num_blocks, first_row, experts in blocks:
+            _expert_linear[(num_blocks * triton.cdiv(weight.shape[1], tile.n),)](
+                rows[first_row:],
+                weight,
+                scale,
+                result[first_row:],
+                experts,
+                topk_ids,
+                num_experts,
+                expert_offset,
+                beta,
+                linear_beta,
+                weight.stride(),
+                (0, 0, 0) if scale is None else scale.stride(),
+                topk_ids.stride(1),
+                ROWS=weight.shape[1],
+                K=rows.shape[1],
+                GATE_UP=is_gate_up,
+                M=tile.m,
+                N=tile.n,
+                BLOCK_K=tile.k,
+                DOT=dot_dtype(z),
+                ON_GPU=z.device.type != "cpu",
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
     _combine[(num_tokens, triton.cdiv(latent, COMBINE_BLOCK))](
         outputs,
         topk_weights,
         topk_ids,
+        places,
         out,
         num_experts,
         expert_offset,
-        outputs.stride(0),
         topk_weights.stride(),
-        topk_ids.stride(),
-        out.stride(0),
+        topk_ids.stride(1),
         TOP_K=top_k,
-        BLOCK_K=triton.next_power_of_2(top_k),
         L=latent,
-        BLOCK_L=COMBINE_BLOCK,
+        BLOCK=COMBINE_BLOCK,
     )
     return out
 
 
-def _tile(pairs_per_expert: float, *, packed: bool, dtype: torch.dtype) -> Tile:
-    """By the mean number of choices of an expert, an upper bound where other ranks hold experts too."""
+def _tiles(pairs_per_expert: float, *, is_packed: bool, dtype: torch.dtype) -> tuple[Tile, ...]:
+    """Of large blocks, if any, and small ones.
+
+    By the mean number of choices of an expert, an upper bound where other ranks hold experts too. Both take columns in
+    the same order, so that the bits of a row do not depend on its block.
+    """
     if dtype == torch.float32:
-        return Tile(16, 32, 8 if packed else 32, 4, 1)
-    k = 32 if packed else 128  # words of a whole cache line
+        k = 8 if is_packed else 32
+        small = Tile(16, 32, k, 4, 1)
+        return (small,) if pairs_per_expert <= 8 else (Tile(64, 32, k, 4, 1), small)
     if pairs_per_expert <= 8:
-        return Tile(8, 128, k, 4, 3)
-    if pairs_per_expert <= 32:
-        return Tile(32, 128, k, 4, 3)
-    if pairs_per_expert <= 64:
-        return Tile(64, 128, k, 8, 3)
-    return Tile(128, 128, k, 8, 3)
+        return (Tile(8, 128, 32 if is_packed else 128, 4, 3),)
+    k = 16 if is_packed else 64
+    return Tile(128, 128, k, 4, 3), Tile(32 if pairs_per_expert <= 32 else 64, 128, k, 4, 3)
 
 
-def _plan(topk_ids: Tensor, num_experts: int, expert_offset: int, block: int) -> Plan:
-    num_tokens, top_k = topk_ids.shape
-    if num_tokens == 1:
-        return Plan(top_k)
-    num_pairs = num_tokens * top_k
-    # An expert that is hit leaves at most block - 1 places of its last block empty.
-    num_blocks = (num_pairs + min(num_pairs, num_experts) * (block - 1)) // block
-    sizes = (num_experts, num_pairs, num_blocks * block, num_blocks)
+def _plan(
+    topk_ids: Tensor, num_experts: int, expert_offset: int, tiles: tuple[Tile, ...]
+) -> tuple[list[Blocks], int, Tensor]:
+    """Blocks, number of places, and the place of each choice (-1 if another rank holds its expert)."""
+    num_pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
+    small, large = tiles[-1].m, tiles[0].m if len(tiles) > 1 else 0
+    # The last block of an expert may be partly empty: a large one by less than half, a small one by all but one place.
+    num_hit = min(num_pairs, num_experts)
+    num_large, num_small = 0, (num_pairs + num_hit * (small - 1)) // small
+    if large:
+        half = large // 2
+        num_large = (num_pairs + min(num_pairs // (half + 1), num_hit) * (half - 1)) // large
+        num_small = min(num_small, num_hit * triton.cdiv(half, small))
+    sizes = (num_experts, num_pairs, num_large, num_small)
     memory = torch.full((sum(sizes),), -1, dtype=torch.int32, device=topk_ids.device)
-    last_ranks, ranks, block_pairs, block_experts = memory.split(sizes)
+    last_ranks, places, *block_experts = memory.split(sizes)
     grid = (triton.cdiv(num_pairs, PLAN_BLOCK),)
-    common = (topk_ids, topk_ids.stride(), num_pairs, num_experts, expert_offset, last_ranks, ranks)
+    common = (topk_ids, topk_ids.stride(), num_pairs, num_experts, expert_offset, last_ranks, places)
     _rank[grid](*common, TOP_K=top_k, BLOCK=PLAN_BLOCK)
     _deal[grid](
         *common,
-        block_experts,
-        block_pairs,
+        *block_experts,
+        num_large,
         TOP_K=top_k,
         BLOCK=PLAN_BLOCK,
         BLOCK_E=triton.next_power_of_2(num_experts),
-        M=block,
+        LARGE=large,
+        SMALL=small,
     )
-    return Plan(num_blocks, block_experts, block_pairs)
+    blocks = [Blocks(tiles[-1], num_small, num_large * large, block_experts[1])]
+    if num_large:
+        blocks.insert(0, Blocks(tiles[0], num_large, 0, block_experts[0]))
+    return blocks, num_large * large + num_small * small, places
 
 
 @triton.jit
@@ -209,7 +230,7 @@ def _rank(
     num_experts,
     expert_offset,
     last_ranks,
-    ranks,
+    places,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -217,10 +238,10 @@ def _rank(
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     local, held = _local_experts(topk_ids, ids_strides, pairs, pairs < num_pairs, num_experts, expert_offset, TOP_K)
     rank = tl.atomic_add(last_ranks + local, 1, mask=held) + 1
-    tl.store(ranks + pairs, rank, mask=held)
+    tl.store(places + pairs, rank, mask=held)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_large"])
 def _deal(
     topk_ids,
     ids_strides,
@@ -228,65 +249,93 @@ def _deal(
     num_experts,
     expert_offset,
     last_ranks,
-    ranks,
-    block_experts,
-    block_pairs,
+    places,
+    large_experts,
+    small_experts,
+    num_large,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    M: tl.constexpr,
+    LARGE: tl.constexpr,
+    SMALL: tl.constexpr,
 ):
-    """Put each choice into its place in the blocks of its expert."""
+    """From the number of each choice among those of its expert to its place in the blocks of that expert.
+
+    Large blocks are more than half full; what is left of an expert goes to small ones.
+    """
     experts = tl.arange(0, BLOCK_E)
     counts = tl.load(last_ranks + experts, mask=experts < num_experts, other=-1) + 1
-    blocks = tl.cdiv(counts, M)
-    first_blocks = tl.cumsum(blocks, axis=0) - blocks
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     local, held = _local_experts(topk_ids, ids_strides, pairs, pairs < num_pairs, num_experts, expert_offset, TOP_K)
-    rank = tl.load(ranks + pairs, mask=held, other=0)
-    block = tl.gather(first_blocks, tl.where(held, local, 0), axis=0) + rank // M
-    tl.store(block_pairs + block * M + rank % M, pairs, mask=held)
-    tl.store(block_experts + block, local, mask=held & (rank % M == 0))
+    index = tl.where(held, local, 0)
+    rank = tl.load(places + pairs, mask=held, other=0)
+    is_small = held
+    if LARGE > 0:
+        large = (counts + (LARGE // 2 - 1)) // LARGE
+        block = tl.gather(tl.cumsum(large, axis=0) - large, index, axis=0) + rank // LARGE
+        is_large = held & (rank < tl.gather(large, index, axis=0) * LARGE)
+        tl.store(places + pairs, block * LARGE + rank % LARGE, mask=is_large)
+        tl.store(large_experts + block, local, mask=is_large & (rank % LARGE == 0))
+        is_small = held & ~is_large
+        rank -= tl.gather(large, index, axis=0) * LARGE
+        counts = tl.maximum(counts - large * LARGE, 0)
+    small = tl.cdiv(counts, SMALL)
+    block = tl.gather(tl.cumsum(small, axis=0) - small, index, axis=0) + rank // SMALL
+    tl.store(places + pairs, num_large * LARGE + block * SMALL + rank % SMALL, mask=is_small)
+    tl.store(small_experts + block, local, mask=is_small & (rank % SMALL == 0))
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit
+def _arrange(z, places, x, z_strides, TOP_K: tl.constexpr, L: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy a token to the places of its choices: first columns of all words of a weight, then second ones and so on."""
+    token = tl.program_id(0).to(tl.int64)
+    i, w = tl.arange(0, GROUP)[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = w < L // GROUP
+    values = tl.load(z + token * z_strides[0] + (w * GROUP + i) * z_strides[1], mask=mask)
+    for choice in range(TOP_K):
+        place = tl.load(places + token * TOP_K + choice).to(tl.int64)
+        tl.store(x + place * L + i * (L // GROUP) + w, values, mask=mask & (place >= 0))
+
+
+@triton.jit
 def _expert_linear(
     x,
     weight,
     scale,
     out,
     block_experts,
-    block_pairs,
     topk_ids,
-    num_blocks,
     num_experts,
     expert_offset,
     beta,
     linear_beta,
-    x_strides,
     weight_strides,
     scale_strides,
     ids_stride,
     ROWS: tl.constexpr,
     K: tl.constexpr,
-    PAIRS_PER_ROW: tl.constexpr,
     GATE_UP: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,
-    PTX: tl.constexpr,
+    ON_GPU: tl.constexpr,
 ):
     """``weight x^T`` for one tile of weight rows and one block of choices, activated if the rows are gate and up."""
-    block = tl.program_id(0) % num_blocks
-    tile = tl.program_id(0) // num_blocks
+    # The tiles of a block run side by side: they share its rows of x, and the next block may be of the same expert.
+    tile = tl.program_id(0) % tl.cdiv(ROWS, N)
+    block = tl.program_id(0) // tl.cdiv(ROWS, N)
     m = tl.arange(0, M)
     if block_experts is None:
         expert = tl.load(topk_ids + block * ids_stride).to(tl.int32) - expert_offset
-        pairs = tl.where(m == 0, block, -1)
+        out_row = block.to(tl.int64)
+        x_row = out_row * 0 if GATE_UP else out_row
+        live = m[:, None] == 0
     else:
         expert = tl.load(block_experts + block)
-        pairs = tl.load(block_pairs + block * M + m)
+        out_row = block.to(tl.int64) * M
+        x_row = out_row
+        live = m[:, None] >= 0
     if (expert < 0) | (expert >= num_experts):
         return
     # Outputs are found by their place in a row of out, which for gate and up is laid out as the next product wants it.
@@ -298,18 +347,19 @@ def _expert_linear(
     if GATE_UP and scale is not None:
         columns = places % (width // 8) * 8 + places // (width // 8)
     rows = n % 2 * width + columns if GATE_UP else columns
-    x_rows = x + tl.maximum(pairs // PAIRS_PER_ROW, 0)[:, None].to(tl.int64) * x_strides[0]
+    x_rows = x + x_row * K + m[:, None] * K
     weight_rows = weight + expert.to(tl.int64) * weight_strides[0] + rows[:, None].to(tl.int64) * weight_strides[1]
-    live, inside = pairs[:, None] >= 0, places[:, None] < width
+    inside = places[:, None] < width
     total = tl.zeros([N, M], tl.float32)
     if scale is None:
         for start in range(0, K, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            a = tl.load(x_rows + k[None, :] * x_strides[1], mask=live & (k[None, :] < K), other=0.0)
-            w = tl.load(weight_rows + k[None, :] * weight_strides[2], mask=inside & (k[None, :] < K), other=0.0)
+            k = (start + tl.arange(0, BLOCK_K))[None, :]
+            w = tl.load(weight_rows + k * weight_strides[2], mask=inside & (k < K), other=0.0)
+            a = tl.load(x_rows + k, mask=live & (k < K), other=0.0)
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
     else:
         scale_rows = scale + expert.to(tl.int64) * scale_strides[0] + rows[:, None].to(tl.int64) * scale_strides[1]
+        PTX: tl.constexpr = ON_GPU and DOT.is_bf16()
         W: tl.constexpr = K // 8
         WHOLE: tl.constexpr = W % BLOCK_K == 0  # tiles fill the row, no column needs a check
         for start in range(0, W, BLOCK_K):
@@ -319,23 +369,23 @@ def _expert_linear(
             codes = tl.load(scale_rows + g * scale_strides[2], mask=inside & ((g < W // GROUP_WORDS) | WHOLE), other=0)
             k = tl.arange(0, 8 * BLOCK_K)[None, :]
             w = start + k % BLOCK_K
-            a = tl.load(x_rows + (k // BLOCK_K * W + w) * x_strides[1], mask=live & ((w < W) | WHOLE), other=0.0)
+            a = tl.load(x_rows + k // BLOCK_K * W + w, mask=live & ((w < W) | WHOLE), other=0.0)
             total = tl.dot(_decode(words, codes, DOT, PTX), tl.trans(a), total, input_precision="ieee")
+            if ON_GPU:
+                # Nothing, but it reads the sum. Triton 3.6 lets products of the next round overwrite weights that a
+                # product of this one still reads, unless somebody waits for it.
+                total = tl.inline_asm_elementwise("", "=r,0", [total], dtype=tl.float32, is_pure=True, pack=1)
         if PTX:
             total *= 4.611686018427388e18  # 2^62
     dtype = out.dtype.element_ty
     total = total.to(dtype)
     if GATE_UP:
         gate, up = tl.split(tl.permute(tl.reshape(total.to(tl.float32), [N // 2, 2, M]), (0, 2, 1)))
-        total = (_situ(gate, beta) * (up if linear_beta is None else soft_cap(up, linear_beta))).to(dtype)
+        up = up if linear_beta is None else soft_cap(up, linear_beta, dtype)
+        total = (soft_cap(gate, beta, dtype) * sigmoid(gate, dtype) * up).to(dtype)
         places = tile * (N // 2) + tl.arange(0, N // 2)
-    out_rows = out + pairs[None, :].to(tl.int64) * width
-    tl.store(out_rows + places[:, None], total, mask=(pairs[None, :] >= 0) & (places[:, None] < width))
-
-
-@triton.jit
-def _situ(gate, beta):
-    return soft_cap(gate, beta) * sigmoid(gate)
+    out_rows = out + out_row * width + m[None, :] * width
+    tl.store(out_rows + places[:, None], total, mask=tl.trans(live) & (places[:, None] < width))
 
 
 @triton.jit
@@ -384,25 +434,26 @@ def _combine(
     outputs,
     topk_weights,
     topk_ids,
+    places,
     out,
     num_experts,
     expert_offset,
-    outputs_stride,
     weights_strides,
-    ids_strides,
-    out_stride,
+    ids_stride,
     TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     L: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    choices = tl.arange(0, BLOCK_K)
-    columns = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
-    pairs = token * TOP_K + choices
-    _, held = _local_experts(topk_ids, ids_strides, pairs, choices < TOP_K, num_experts, expert_offset, TOP_K)
-    weights = tl.load(topk_weights + token * weights_strides[0] + choices * weights_strides[1], mask=held, other=0.0)
-    mask = held[:, None] & (columns[None, :] < L)
-    rows = tl.load(outputs + pairs[:, None] * outputs_stride + columns[None, :], mask=mask, other=0.0)
-    total = tl.sum(weights[:, None] * rows.to(tl.float32), axis=0)
-    tl.store(out + token * out_stride + columns, total.to(out.dtype.element_ty), mask=columns < L)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        if places is None:  # a single token
+            local = tl.load(topk_ids + choice * ids_stride).to(tl.int32) - expert_offset
+            place = tl.where((local >= 0) & (local < num_experts), choice, -1).to(tl.int64)
+        else:
+            place = tl.load(places + token * TOP_K + choice).to(tl.int64)
+        weight = tl.load(topk_weights + token * weights_strides[0] + choice * weights_strides[1])
+        row = tl.load(outputs + place * L + columns, mask=(columns < L) & (place >= 0), other=0.0)
+        total += tl.where(place >= 0, weight * row.to(tl.float32), 0.0)
+    tl.store(out + token * L + columns, total.to(out.dtype.element_ty), mask=columns < L)

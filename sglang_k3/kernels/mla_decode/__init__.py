@@ -20,22 +20,26 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import BOOL, FLOATS, INTEGERS, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.mla_decode import reference
-from sglang_k3.kernels.triton_support import triton_impl
+from sglang_k3.kernels.triton_support import supports_triton_up_to, triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "mla_decode"]
 
-IMPLS: tuple[Impl, ...] = (triton_impl(reference.mla_decode), reference_impl(reference.mla_decode))
+IMPLS: tuple[Impl, ...] = (
+    triton_impl(reference.mla_decode, supports_triton_up_to(D=576)),
+    reference_impl(reference.mla_decode),
+)
 
 
 def mla_decode(
     q: Tensor,
     kv_pool: Tensor,
     *,
-    kv_indptr: Tensor,
+    kv_spans: Tensor,
     kv_indices: Tensor,
+    max_len: int,
     scale: float,
     v_dim: int,
     owner_mask: Tensor | None = None,
@@ -45,8 +49,10 @@ def mla_decode(
     Args:
         q: absorbed queries ``[B, H, D]`` with ``D = latent + shared key``.
         kv_pool: cached rows ``[S, D]``, any strides.
-        kv_indptr: where the list of each sequence begins in ``kv_indices``, ``[B + 1]``.
-        kv_indices: physical slots ``[N]``, int64.
+        kv_spans: where the list of each sequence begins and ends in ``kv_indices``, ``[B, 2]``, int64. Lists may lie
+            apart or overlap, so that a table with a row per request serves as it is.
+        kv_indices: physical slots ``[N]``.
+        max_len: no list is longer; a bound known without asking the device, from which memory is set aside.
         scale: multiplies the scores.
         v_dim: leading elements of a row that are its value.
         owner_mask: ``[N]``, bool; entries that are false are neither read nor attended (decode context parallel).
@@ -60,17 +66,26 @@ def mla_decode(
         op,
         q=(q, "B H D"),
         kv_pool=(kv_pool, "S D"),
-        kv_indptr=(kv_indptr, "B+1"),
+        kv_spans=(kv_spans, "B P"),
         kv_indices=(kv_indices, "N"),
         owner_mask=(kv_indices if owner_mask is None else owner_mask, "N"),
     )
     check_dtypes(op, FLOATS, q=q, kv_pool=kv_pool)
-    check_dtypes(op, INTEGERS, kv_indptr=kv_indptr, kv_indices=kv_indices)
+    check_dtypes(op, INTEGERS, kv_spans=kv_spans, kv_indices=kv_indices)
     check_dtypes(op, BOOL, owner_mask=owner_mask)
+    if sizes["P"] != 2:
+        raise ValueError(f"{op}: kv_spans has shape {tuple(kv_spans.shape)}, but [B, 2] is needed: begin and end.")
     if not 0 < v_dim <= sizes["D"]:
         raise ValueError(f"{op}: v_dim={v_dim} must be 1 to {sizes['D']}, the width of a row. Pass the latent rank.")
     fn = bind(op, OpContext(q.device, q.dtype, sizes))
     attended: tuple[Tensor, Tensor] = fn(
-        q, kv_pool, kv_indptr=kv_indptr, kv_indices=kv_indices, scale=scale, v_dim=v_dim, owner_mask=owner_mask
+        q,
+        kv_pool,
+        kv_spans=kv_spans,
+        kv_indices=kv_indices,
+        max_len=max_len,
+        scale=scale,
+        v_dim=v_dim,
+        owner_mask=owner_mask,
     )
     return attended

@@ -54,9 +54,11 @@ def make_inputs(case: Case, device: torch.device | str) -> Inputs:
     slots = draw.distinct(num_rows, below=num_rows + 3)
     positions = torch.cat([torch.arange(n) for n in (0, *case.lens)])
     owned = (positions % case.owners == 0).to(draw.device)
+    ends = torch.tensor(case.lens, dtype=torch.int64).cumsum(0)
     kwargs = {
-        "kv_indptr": torch.tensor((0, *case.lens)).cumsum(0).to(draw.device, torch.int32),
+        "kv_spans": torch.stack([ends - torch.tensor(case.lens, dtype=torch.int64), ends], dim=1).to(draw.device),
         "kv_indices": slots.where(owned, -1),
+        "max_len": max(case.lens, default=0),
         "scale": (case.latent + case.rope) ** -0.5,
         "v_dim": case.latent,
         "owner_mask": None if case.owners == 1 else owned,

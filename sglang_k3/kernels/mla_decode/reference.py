@@ -13,17 +13,18 @@ def mla_decode(
     q: Tensor,
     kv_pool: Tensor,
     *,
-    kv_indptr: Tensor,
+    kv_spans: Tensor,
     kv_indices: Tensor,
+    max_len: int,
     scale: float,
     v_dim: int,
     owner_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     out = torch.zeros(*q.shape[:2], v_dim, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
-    offsets = kv_indptr.tolist()
-    for b in range(q.shape[0]):
-        span = slice(offsets[b], offsets[b + 1])
+    for b, (begin, end) in enumerate(kv_spans.tolist()):
+        assert end - begin <= max_len, f"list {b} has {end - begin} rows, more than max_len={max_len}"
+        span = slice(begin, end)
         slots = kv_indices[span] if owner_mask is None else kv_indices[span][owner_mask[span]]
         if slots.numel() == 0:
             continue

@@ -32,8 +32,9 @@ def mla_decode(
     q: Tensor,
     kv_pool: Tensor,
     *,
-    kv_indptr: Tensor,
+    kv_spans: Tensor,
     kv_indices: Tensor,
+    max_len: int,
     scale: float,
     v_dim: int,
     owner_mask: Tensor | None = None,
@@ -47,20 +48,20 @@ def mla_decode(
     block_h, block_n, num_warps, num_stages = _tile(num_heads, dtype)
     head_tiles = triton.cdiv(num_heads, block_h)
     block_v = max(16, triton.next_power_of_2(v_dim))
-    num_slots = max_splits(num_seqs, kv_indices.numel())
+    num_slots = num_seqs * max_splits(max_len)
     sums = torch.empty(num_slots, num_heads, v_dim, device=q.device)
     stats = torch.empty(num_slots, num_heads, 2, device=q.device)
     _attend[(head_tiles, min(num_slots, triton.cdiv(PROGRAMS, head_tiles)))](
         q,
         kv_pool,
-        kv_indptr,
+        kv_spans,
         kv_indices,
         kv_indices if owner_mask is None else owner_mask,
         sums,
         stats,
         q.stride(),
         kv_pool.stride(),
-        kv_indptr.stride(0),
+        kv_spans.stride(),
         kv_indices.stride(0),
         0 if owner_mask is None else owner_mask.stride(0),
         num_seqs,
@@ -77,15 +78,15 @@ def mla_decode(
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    _merge[(num_heads, num_seqs)](sums, stats, kv_indptr, out, lse, kv_indptr.stride(0), V=v_dim, BLOCK_V=block_v)
+    _merge[(num_heads, num_seqs)](sums, stats, kv_spans, out, lse, kv_spans.stride(), V=v_dim, BLOCK_V=block_v)
     return out, lse
 
 
-def max_splits(num_seqs: int, num_rows: int) -> int:
-    """A bound on the splits of lists of ``num_rows`` together: both of its sides hold for a list, so for their sum."""
-    short: int = num_rows // MIN_SPAN.value + num_seqs
-    long: int = num_rows // LONG_SPAN.value + FEW_SPLITS.value * num_seqs
-    return min(short, long)
+def max_splits(max_len: int) -> int:
+    """The most splits that a list of up to ``max_len`` rows has (see ``_span``), at least one."""
+    few: int = min(FEW_SPLITS.value, triton.cdiv(max_len, MIN_SPAN.value))
+    many: int = min(MAX_SPLITS.value, triton.cdiv(max_len, LONG_SPAN.value))
+    return max(1, few, many)
 
 
 def _tile(num_heads: int, dtype: tl.dtype) -> tuple[int, int, int, int]:
@@ -110,22 +111,22 @@ def _span(length):
 
 
 @triton.jit
-def _num_splits(kv_indptr, i, num_seqs, stride):
+def _num_splits(kv_spans, i, num_seqs, strides):
     """How many splits each of the lists ``i`` has; none from ``num_seqs`` on."""
-    begin = tl.load(kv_indptr + i * stride, mask=i < num_seqs, other=0)
-    length = (tl.load(kv_indptr + (i + 1) * stride, mask=i < num_seqs, other=0) - begin).to(tl.int32)
+    begin = tl.load(kv_spans + i * strides[0], mask=i < num_seqs, other=0)
+    length = (tl.load(kv_spans + i * strides[0] + strides[1], mask=i < num_seqs, other=0) - begin).to(tl.int32)
     return tl.cdiv(length, _span(length))
 
 
 @triton.jit
-def _list_of_slot(slot, kv_indptr, stride, num_seqs):
+def _list_of_slot(slot, kv_spans, strides, num_seqs):
     """The list that ``slot`` belongs to, ``num_seqs`` if to none, and the first slot of the list."""
     b = 0
     first_slot = 0
     counted = 0
     for start in range(0, num_seqs, SEQS):
         i = start + tl.arange(0, SEQS)
-        ends = counted + tl.cumsum(_num_splits(kv_indptr, i, num_seqs, stride), axis=0)
+        ends = counted + tl.cumsum(_num_splits(kv_spans, i, num_seqs, strides), axis=0)
         before = (ends <= slot) & (i < num_seqs)
         b += tl.sum(before.to(tl.int32), axis=0)
         first_slot = tl.maximum(first_slot, tl.max(tl.where(before, ends, 0), axis=0))
@@ -166,14 +167,14 @@ def _scores(q_value, q_rest, value, rest, scale_log2, R: tl.constexpr):
 def _attend(
     q,
     kv_pool,
-    kv_indptr,
+    kv_spans,
     kv_indices,
     owner_mask,
     sums,
     stats,
     q_strides,
     pool_strides,
-    indptr_stride,
+    span_strides,
     indices_stride,
     owner_stride,
     num_seqs,
@@ -193,10 +194,10 @@ def _attend(
     r = tl.arange(0, BLOCK_R)
     head, in_value, in_rest = h[:, None] < num_heads, v[None, :] < V, r[None, :] < R
     slot = tl.program_id(1)
-    b, first_slot = _list_of_slot(slot, kv_indptr, indptr_stride, num_seqs)
+    b, first_slot = _list_of_slot(slot, kv_spans, span_strides, num_seqs)
     while b < num_seqs:
-        begin = tl.load(kv_indptr + b * indptr_stride).to(tl.int64)
-        length = (tl.load(kv_indptr + (b + 1) * indptr_stride) - begin).to(tl.int32)
+        begin = tl.load(kv_spans + b * span_strides[0]).to(tl.int64)
+        length = (tl.load(kv_spans + b * span_strides[0] + span_strides[1]) - begin).to(tl.int32)
         first = (slot - first_slot) * _span(length)
         last = tl.minimum(first + _span(length), length)
         q_rows = q + tl.cast(b, tl.int64) * q_strides[0] + h[:, None].to(tl.int64) * q_strides[1]
@@ -235,18 +236,18 @@ def _attend(
         tl.store(stats + out_rows * 2, peak, mask=h < num_heads)
         tl.store(stats + out_rows * 2 + 1, mass, mask=h < num_heads)
         slot += tl.num_programs(1)
-        b, first_slot = _list_of_slot(slot, kv_indptr, indptr_stride, num_seqs)
+        b, first_slot = _list_of_slot(slot, kv_spans, span_strides, num_seqs)
 
 
 @triton.jit
-def _merge(sums, stats, kv_indptr, out, lse, indptr_stride, V: tl.constexpr, BLOCK_V: tl.constexpr):
+def _merge(sums, stats, kv_spans, out, lse, span_strides, V: tl.constexpr, BLOCK_V: tl.constexpr):
     h = tl.program_id(0)
     num_heads = tl.num_programs(0)
     b = tl.program_id(1)
     first_slot = 0
     for start in range(0, b, SEQS):
-        first_slot += tl.sum(_num_splits(kv_indptr, start + tl.arange(0, SEQS), b, indptr_stride), axis=0)
-    num_splits = tl.max(_num_splits(kv_indptr, b + tl.arange(0, 1), b + 1, indptr_stride), axis=0)
+        first_slot += tl.sum(_num_splits(kv_spans, start + tl.arange(0, SEQS), b, span_strides), axis=0)
+    num_splits = tl.max(_num_splits(kv_spans, b + tl.arange(0, 1), b + 1, span_strides), axis=0)
     v = tl.arange(0, BLOCK_V)
     peak = tl.full([1], float("-inf"), tl.float32)
     mass = tl.zeros([1], tl.float32)

@@ -18,14 +18,17 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import FLOATS, INTEGERS, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.mla_prefill import reference
-from sglang_k3.kernels.triton_support import triton_impl
+from sglang_k3.kernels.triton_support import supports_triton_up_to, triton_impl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["IMPLS", "mla_prefill"]
 
-IMPLS: tuple[Impl, ...] = (triton_impl(reference.mla_prefill), reference_impl(reference.mla_prefill))
+IMPLS: tuple[Impl, ...] = (
+    triton_impl(reference.mla_prefill, supports_triton_up_to(K=192, V=128)),
+    reference_impl(reference.mla_prefill),
+)
 
 
 def mla_prefill(

@@ -32,7 +32,7 @@ def server(seed: int) -> Scheduler:
     return Scheduler(
         limits,
         num_slots=rng.choice([4, 8, 13, 16]),
-        num_pages=rng.choice([96, 128, 200]) // page,
+        num_pages=rng.choice([96, 112, 128]) // page,
         chunk=rng.choice([3, 4, 9, 16]),
         lag=rng.choice([0, 1, 2]),
     )

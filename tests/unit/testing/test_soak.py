@@ -116,6 +116,7 @@ def test_a_plan_asks_for_what_is_known() -> None:
     ways = {(r.streamed, r.given_up) for r in requests}
     assert len(ways) == 6
     assert 10 < sum(r.given_up is not None for r in requests) < 60
+    assert len({r.rid for r in requests}) == 300 and len({len(r.rid) for r in requests}) == 1
 
 
 def test_a_continuation_is_the_greedy_one(load_reference: Callable[..., ReferenceModel]) -> None:

@@ -1,0 +1,100 @@
+"""Run the model once for each kind of step that a server will see, so that its kernels are known before a request.
+
+Nothing of it matters but which kernels are launched, and for which sizes and types they are compiled: the requests own
+no memory, and the launches are held back (``kernels.compile_farm``). Ranks rehearse together, as they communicate.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.dp_attention import DpPaddingMode
+from sglang.srt.model_executor.forward_batch_info import ForwardMode, PPProxyTensors
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+# Tokens of a prompt: one by one, around the sizes at which kernels change tiles, and odd and even multiples of 16,
+# for which Triton compiles apart.
+PROMPT_LENGTHS = (1, 2, 7, 16, 24, 33, 64, 100, 128, 250, 256, 400, 512, 1000, 1024, 2000, 2048, 4096, 8192)
+SHARED_BATCHES = (2, 4, 8, 16, 32, 64)  # prompts that are computed together
+PREFIXES = (64, 1000)
+
+
+def rehearse(runner: ModelRunner, decode_sizes: Iterable[int]) -> None:
+    """One forward pass without a head for each batch size of decoding, and for prompts of many lengths."""
+    longest = runner.server_args.chunked_prefill_size
+    longest = runner.model_config.context_len - 1 if longest is None or longest < 1 else longest
+    with torch.no_grad():
+        for size in decode_sizes:
+            _forward(runner, _decode(runner, size), size)
+        for length in {*(n for n in PROMPT_LENGTHS if n < longest), longest}:
+            _forward(runner, _extend(runner, 1, length), length)
+        for size in SHARED_BATCHES:
+            if size <= runner.req_to_token_pool.size and 24 * size <= longest:
+                _forward(runner, _extend(runner, size, 24), 24 * size)
+        for prefix in PREFIXES:
+            if prefix + 24 < runner.model_config.context_len:
+                for size in (1, 2):
+                    _forward(runner, _extend(runner, size, 24, prefix), 24 * size)
+
+
+def _forward(runner: ModelRunner, batch: SimpleNamespace, num_tokens: int) -> None:
+    model, device = runner.model.model, runner.device
+    ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    handed = None
+    if not model.pp_group.is_first_rank:
+        handed = PPProxyTensors(
+            {"hidden_states": torch.zeros(num_tokens, model.handoff_width, dtype=runner.dtype, device=device)}
+        )
+    with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
+        runner.attn_backend.init_forward_metadata(batch)
+        model(ids, batch, None, handed)
+
+
+def _decode(runner: ModelRunner, size: int) -> SimpleNamespace:
+    return _batch(runner, ForwardMode.DECODE, size, size)
+
+
+def _extend(runner: ModelRunner, size: int, length: int, prefix: int = 0) -> SimpleNamespace:
+    lens = torch.full((size,), length, dtype=torch.int32, device=runner.device)
+    return _batch(
+        runner,
+        ForwardMode.EXTEND,
+        size,
+        size * length,
+        extend_seq_lens=lens,
+        extend_prefix_lens=torch.full_like(lens, prefix),
+        extend_prefix_lens_cpu=[prefix] * size,
+    )
+
+
+def _batch(runner: ModelRunner, mode: ForwardMode, size: int, num_tokens: int, **fields: Any) -> SimpleNamespace:
+    """Requests in row 0 of the host's tables and in slot 0 of its pools, which belong to nobody."""
+    device, ranks = runner.device, runner.server_args.dp_size
+    zeros = torch.zeros(size, dtype=torch.int64, device=device)
+    tracks = runner.server_args.enable_mamba_extra_buffer()
+    everyone = torch.full((ranks,), num_tokens, dtype=torch.int32, device=device)
+    return SimpleNamespace(
+        forward_mode=mode,
+        batch_size=size,
+        req_pool_indices=zeros,
+        seq_lens=torch.ones_like(zeros),
+        out_cache_loc=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        mamba_track_mask=torch.zeros(size, dtype=torch.bool, device=device) if tracks else None,
+        mamba_track_indices=zeros if tracks else None,
+        mamba_track_seqlens=zeros if tracks else None,
+        _original_batch_size=None,
+        dp_padding_mode=DpPaddingMode.MAX_LEN,
+        dp_local_start_pos=None,
+        dp_local_num_tokens=None,
+        global_dp_buffer_len=num_tokens * ranks,
+        global_num_tokens_gpu=everyone,
+        global_num_tokens_cpu=[num_tokens] * ranks,
+        **fields,
+    )
