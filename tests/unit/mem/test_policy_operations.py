@@ -64,7 +64,6 @@ def test_ten_times_the_nodes_are_little_more_work(per_step: dict[int, float]):
 
 
 @pytest.mark.full
-@pytest.mark.full
 def test_at_a_hundred_thousand_nodes(per_step: dict[int, float]):
     cache, rng = BigCache(ReplayCostPolicy(K3_COST), num_nodes=100_000, seed=0), random.Random(1)
     assert lines_of(lambda: [cache.step(rng) for _ in range(1_000)]) / 1_000 < 1.7 * per_step[10_000]
