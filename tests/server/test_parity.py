@@ -13,7 +13,6 @@ NEW_TOKENS = 8
 
 CI = [
     Configuration("default"),
-    Configuration("bf16-chunk-16", dtype="bfloat16", flags=("--chunked-prefill-size", "16"), chunk=16),
     Configuration(
         "odd-paged-chunk-64",
         preset="odd",
@@ -23,6 +22,7 @@ CI = [
     ),
 ]
 FULL = [
+    Configuration("bf16-chunk-16", dtype="bfloat16", flags=("--chunked-prefill-size", "16"), chunk=16),
     Configuration("deep", preset="deep"),
     Configuration("deep-bf16", preset="deep", dtype="bfloat16", experts="bf16"),
     Configuration(
