@@ -29,30 +29,10 @@ from sglang_k3.host.mla_backend import K3MLABackend
 from sglang_k3.models.kimi_k3 import KimiK3ForConditionalGeneration
 from sglang_k3.models.text.latent_moe import LatentMoE
 from sglang_k3.options import ServeOptions
-from sglang_k3.testing.presets import TinyPreset, published_config
+from sglang_k3.testing.presets import K3_SIZES, published_config
 
 DEVICE = "cuda"
-K3_SIZES = TinyPreset(
-    num_layers=4,
-    attn_res_block_size=12,
-    full_attention_layers=(4,),
-    hidden_size=7168,
-    kda_heads=96,
-    kda_head_dim=128,
-    mla_heads=96,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    num_experts=896,
-    top_k=16,
-    latent_size=3584,
-    moe_width=3072,
-    dense_width=33792,
-    vocab_size=163840,
-    max_position_embeddings=1 << 20,
-)
+SLICE_SIZES = dataclasses.replace(K3_SIZES, num_layers=4, full_attention_layers=(4,))
 WEIGHT_SCALE = 0.02
 SCALE_CODES = (118, 122)  # of MXFP4: weights of about the same size
 
@@ -73,7 +53,7 @@ class UnitSlice:
     """The slice as rank 0 of ``tp_size``, experts split by expert."""
 
     def __init__(self, tp_size: int) -> None:
-        json = published_config(K3_SIZES, dtype="bfloat16", packed_experts=True, vision=False)
+        json = published_config(SLICE_SIZES, dtype="bfloat16", packed_experts=True, vision=False)
         self.config = K3Config.from_dict(json)
         self.tp_size = tp_size
         torch.set_default_dtype(torch.bfloat16)

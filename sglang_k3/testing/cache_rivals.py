@@ -14,6 +14,7 @@ once, states and KV share one budget, and a leaf whose state is gone goes first,
 
 from __future__ import annotations
 
+import abc
 import bisect
 import heapq
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ def _used_at(node: TreeNode) -> int:
     return 0 if node.checkpoint is None else node.checkpoint.used_at
 
 
-class OneSnapshotEngine(CheckpointEngine):
+class OneSnapshotEngine(CheckpointEngine, abc.ABC):
     """At most one state per chunk: where others wait for one, else at ``_depth``."""
 
     def plan_extend(self, lease: Lease, end: int) -> StepPlan:
@@ -78,8 +79,9 @@ class OneSnapshotEngine(CheckpointEngine):
         where = "at_end" if depth == end else "inner"
         return StepPlan(lease, lease.computed, end, **{where: snapshot})
 
+    @abc.abstractmethod
     def _depth(self, lease: Lease, end: int) -> int:
-        raise NotImplementedError
+        """Where in the chunk that ends at ``end`` a state is kept that nobody waits for; outside of it for none."""
 
     def _note(self, lease: Lease, depth: int, *, is_awaited: bool) -> None:
         """For those who treat such states apart."""

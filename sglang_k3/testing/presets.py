@@ -118,6 +118,30 @@ GPU_PRESETS: dict[str, TinyPreset] = {
 }
 
 
+# The published sizes: nothing to write to a disk, but what plans and benchmarks are made for.
+K3_SIZES = TinyPreset(
+    num_layers=93,
+    full_attention_layers=(*range(4, 93, 4), 93),
+    attn_res_block_size=12,
+    hidden_size=7168,
+    kda_heads=96,
+    kda_head_dim=128,
+    mla_heads=96,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    num_experts=896,
+    top_k=16,
+    latent_size=3584,
+    moe_width=3072,
+    dense_width=33792,
+    vocab_size=163840,
+    max_position_embeddings=1 << 20,
+)
+
+
 def find_preset(name: str) -> TinyPreset:
     """The preset of this name.
 

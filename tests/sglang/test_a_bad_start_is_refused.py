@@ -20,33 +20,12 @@ from sglang_k3.errors import K3Error
 from sglang_k3.integration.defaults import CPU_KV_BYTES, refuse_what_does_not_fit
 from sglang_k3.integration.graphs import set_graph_defaults
 from sglang_k3.integration.refusals import REFUSALS
-from sglang_k3.testing.presets import PRESETS, TinyPreset, published_config
+from sglang_k3.testing.presets import K3_SIZES, PRESETS, published_config
 from sglang_k3.testing.tiny import write_tiny
 from tests.kit.llama import write_llama
 
 pytestmark = pytest.mark.sglang
 MILLION = 1_048_576
-K3 = TinyPreset(
-    num_layers=93,
-    attn_res_block_size=12,
-    full_attention_layers=(*range(4, 93, 4), 93),
-    hidden_size=7168,
-    kda_heads=96,
-    kda_head_dim=128,
-    mla_heads=96,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    num_experts=896,
-    top_k=16,
-    latent_size=3584,
-    moe_width=3072,
-    dense_width=33792,
-    vocab_size=163840,
-    max_position_embeddings=MILLION,
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -243,7 +222,7 @@ def test_a_graph_larger_than_the_pool_is_refused(asked: dict[str, object]) -> No
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
-    config = K3Config.from_dict(published_config(K3, dtype="bfloat16", packed_experts=True, vision=False))
+    config = K3Config.from_dict(published_config(K3_SIZES, dtype="bfloat16", packed_experts=True, vision=False))
     args = SimpleNamespace(
         **{"device": "cuda", "dtype": "bfloat16", "mamba_ssm_dtype": "float32", "mem_fraction_static": 0.9},
         **{"max_mamba_cache_size": None, "max_total_tokens": None, "chunked_prefill_size": 8192},
