@@ -33,7 +33,7 @@ from sglang_k3.mem.lease import Lease, StepPlan
 from sglang_k3.mem.ledger import check_slots
 from sglang_k3.mem.limits import CheckpointLimits, describe
 from sglang_k3.mem.radix_tree import RadixTree, as_tokens
-from sglang_k3.mem.state_moves import DeviceWork, StateMoves
+from sglang_k3.mem.state_moves import DeviceWork, StateMoves, on_device
 from sglang_k3.mem.state_slots import StateSlots
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class K3PrefixCache(BasePrefixCache):
         if isinstance(lease, Refusal):
             return lease
         self._leases[req] = lease
-        req.mamba_pool_idx = torch.tensor(lease.working, dtype=torch.int64, device=self._device)
+        req.mamba_pool_idx = on_device([lease.working], self._device)[0]
         req.mamba_needs_clear = False  # where there is no initial state, the kernels start from zero
         req.prefix_indices = self._cache.kv_locs(lease.node, 0)
         self._follow(req, lease)
@@ -258,7 +258,7 @@ class K3PrefixCache(BasePrefixCache):
         batch.mamba_track_mask = batch.mamba_track_indices = batch.mamba_track_seqlens = None
         if any(plan.inner for plan in plans):
             inner = [(plan.inner.slot_id, plan.inner.depth) if plan.inner else (-1, -1) for plan in plans]
-            slots, depths = (torch.tensor(column, device=self._device) for column in zip(*inner, strict=True))
+            slots, depths = (on_device(column, self._device) for column in zip(*inner, strict=True))
             batch.mamba_track_mask = depths >= 0
             batch.mamba_track_indices, batch.mamba_track_seqlens = slots, depths
 

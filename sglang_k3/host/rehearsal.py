@@ -14,8 +14,10 @@ from sglang.srt.layers.dp_attention import DpPaddingMode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode, PPProxyTensors
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+from sglang_k3.kernels.state_copy import state_copy
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -26,23 +28,46 @@ SHARED_BATCHES = (2, 4, 8, 16, 32, 64)  # prompts that are computed together
 PREFIXES = (64, 1000)
 
 
-def rehearse(runner: ModelRunner, decode_sizes: Iterable[int]) -> None:
-    """One forward pass without a head for each batch size of decoding, and for prompts of many lengths."""
+def rehearse(runner: ModelRunner, decode_sizes: Iterable[int], *, has_k3_cache: bool) -> None:
+    """One forward pass without a head for each batch size of decoding, and for prompts of many lengths.
+
+    Args:
+        has_k3_cache: K3's own prefix cache asks for inner states of some prompts only, and copies states between steps.
+            The host's tree asks in every step, decoding included, and its copies are part of the step.
+    """
+    in_decode = runner.server_args.enable_mamba_extra_buffer()
+    in_extend = (True, False) if has_k3_cache else (in_decode,)
     longest = runner.server_args.chunked_prefill_size
     if longest is None or longest < 1:  # prompts are not cut; what is longer than this compiles nothing new
         longest = min(runner.model_config.context_len - 1, max(PROMPT_LENGTHS))
     with torch.no_grad():
         for size in decode_sizes:
-            _forward(runner, _decode(runner, size), size)
-        for length in {*(n for n in PROMPT_LENGTHS if n < longest), longest}:
-            _forward(runner, _extend(runner, 1, length), length)
-        for size in SHARED_BATCHES:
-            if size <= runner.req_to_token_pool.size and 24 * size <= longest:
-                _forward(runner, _extend(runner, size, 24), 24 * size)
-        for prefix in PREFIXES:
-            if prefix + 24 < runner.model_config.context_len:
-                for size in (1, 2):
-                    _forward(runner, _extend(runner, size, 24, prefix), 24 * size)
+            _forward(runner, _decode(runner, size, in_decode), size)
+        for tracks in in_extend:
+            for size, length, prefix in _extends(runner, longest):
+                _forward(runner, _extend(runner, size, length, prefix, tracks), size * length)
+        if has_k3_cache:
+            _copy_nothing(runner)
+
+
+def _extends(runner: ModelRunner, longest: int) -> Iterator[tuple[int, int, int]]:
+    """Prompts, tokens of each that are computed, and tokens of each that come from the cache."""
+    for length in {*(n for n in PROMPT_LENGTHS if n < longest), longest}:
+        yield 1, length, 0
+    for size in SHARED_BATCHES:
+        if size <= runner.req_to_token_pool.size and 24 * size <= longest:
+            yield size, 24, 0
+    for prefix in PREFIXES:
+        if prefix + 24 < runner.model_config.context_len:
+            yield from ((1, 24, prefix), (2, 24, prefix))
+
+
+def _copy_nothing(runner: ModelRunner) -> None:
+    """The copies between steps, of no state at all."""
+    pool = runner.req_to_token_pool.mamba_pool.mamba_cache
+    nowhere = torch.full((2,), -1, dtype=torch.int64, device=runner.device)
+    for states in (*pool.conv, pool.temporal):
+        state_copy(states, src_indices=nowhere, dst_indices=nowhere)
 
 
 def _forward(runner: ModelRunner, batch: SimpleNamespace, num_tokens: int) -> None:
@@ -58,28 +83,30 @@ def _forward(runner: ModelRunner, batch: SimpleNamespace, num_tokens: int) -> No
         model(ids, batch, None, handed)
 
 
-def _decode(runner: ModelRunner, size: int) -> SimpleNamespace:
-    return _batch(runner, ForwardMode.DECODE, size, size)
+def _decode(runner: ModelRunner, size: int, tracks: bool) -> SimpleNamespace:
+    return _batch(runner, ForwardMode.DECODE, size, size, tracks)
 
 
-def _extend(runner: ModelRunner, size: int, length: int, prefix: int = 0) -> SimpleNamespace:
+def _extend(runner: ModelRunner, size: int, length: int, prefix: int, tracks: bool) -> SimpleNamespace:
     lens = torch.full((size,), length, dtype=torch.int32, device=runner.device)
     return _batch(
         runner,
         ForwardMode.EXTEND,
         size,
         size * length,
+        tracks,
         extend_seq_lens=lens,
         extend_prefix_lens=torch.full_like(lens, prefix),
         extend_prefix_lens_cpu=[prefix] * size,
     )
 
 
-def _batch(runner: ModelRunner, mode: ForwardMode, size: int, num_tokens: int, **fields: Any) -> SimpleNamespace:
+def _batch(
+    runner: ModelRunner, mode: ForwardMode, size: int, num_tokens: int, tracks: bool, **fields: Any
+) -> SimpleNamespace:
     """Requests in row 0 of the host's tables and in slot 0 of its pools, which belong to nobody."""
     device, ranks = runner.device, runner.server_args.dp_size
     zeros = torch.zeros(size, dtype=torch.int64, device=device)
-    tracks = runner.server_args.enable_mamba_extra_buffer()
     everyone = torch.full((ranks,), num_tokens, dtype=torch.int32, device=device)
     return SimpleNamespace(
         forward_mode=mode,

@@ -247,8 +247,6 @@ def _fit_grid(args: K3ServerArgs) -> None:
 def _choose_prefix_cache(args: K3ServerArgs) -> None:
     """K3's own, unless there is to be none, or something is asked for that only the host's tree has.
 
-    On a GPU it has to be asked for: it has not been shown there yet.
-
     Raises:
         ConfigError: both are asked for, or the pool of states is too small for one request.
     """
@@ -275,8 +273,6 @@ def _choose_prefix_cache(args: K3ServerArgs) -> None:
             f"{flag} is of the host's prefix cache, --radix-cache-backend {PREFIX_CACHE} is K3's own. "
             "Leave out one of the two."
         )
-    if args.radix_cache_backend is None and args.device != "cpu":
-        return
     args.radix_cache_backend = PREFIX_CACHE
     if args.max_mamba_cache_size is not None:
         running_requests(args.max_mamba_cache_size)

@@ -14,6 +14,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_k3.env import kernel_mode
 from sglang_k3.errors import ConfigError
 from sglang_k3.integration.graphs import refuse_larger_than_pool
+from sglang_k3.integration.refusals import PREFIX_CACHE
 
 if TYPE_CHECKING:
     from sglang_k3.kernels.compile_farm import CompileFarm
@@ -73,7 +74,8 @@ def _compile_kernels(model_runner: Any) -> None:
     begin = time.monotonic()
     sizes, _ = get_batch_sizes_to_capture(model_runner)
     with held_back() as jobs:
-        rehearse(model_runner, sizes)
+        has_k3_cache = model_runner.server_args.radix_cache_backend == PREFIX_CACHE
+        rehearse(model_runner, sizes, has_k3_cache=has_k3_cache)
     torch.cuda.empty_cache()  # or what the longest prompt took would be missing for the graphs
     logger.info("K3: %d Triton kernels to compile, listed in %.1f s.", len(jobs), time.monotonic() - begin)
     if _farm is not None:

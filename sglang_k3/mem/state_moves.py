@@ -93,13 +93,13 @@ class StateMoves:
         self._stream.enqueue(DeviceWork(name, run, frozenset(sources), frozenset(targets)))
 
     def _run(self, sources: list[SlotId], targets: list[SlotId]) -> None:
-        src_indices, dst_indices = _on_device(torch.tensor([sources, targets]), self._pools[0].device)
+        src_indices, dst_indices = (on_device(slot_ids, self._pools[0].device) for slot_ids in (sources, targets))
         for pool, copy in zip(self._pools, self._copy, strict=True):
             copy(pool, src_indices=src_indices, dst_indices=dst_indices)
 
 
-def _on_device(indices: Tensor, device: torch.device) -> Tensor:
-    """From pinned memory, so that nobody waits for the device (I4)."""
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """As int64, from pinned memory, so that nobody waits for the device (I4)."""
     if device.type == "cpu":
-        return indices
-    return indices.pin_memory().to(device, non_blocking=True)
+        return torch.tensor(numbers)
+    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)

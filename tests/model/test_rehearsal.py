@@ -46,7 +46,7 @@ class Rehearsing:
 
 def test_every_batch_size_and_prompts_up_to_a_chunk() -> None:
     rehearsing = Rehearsing()
-    rehearsal.rehearse(rehearsing.runner, [1, 3])
+    rehearsal.rehearse(rehearsing.runner, [1, 3], has_k3_cache=False)
     steps = rehearsing.steps()
     assert steps[:2] == [("DECODE", 1, 1), ("DECODE", 3, 1)]
     prompts = {length for mode, size, length in steps if mode == "EXTEND" and size == 1}
@@ -55,12 +55,30 @@ def test_every_batch_size_and_prompts_up_to_a_chunk() -> None:
     assert any(batch.forward_mode.name == "EXTEND" and batch.extend_prefix_lens_cpu[0] for batch in rehearsing.batches)
 
 
-@pytest.mark.parametrize("tracks", [True, False])
-def test_only_the_slots_of_nobody_are_written(tracks: bool) -> None:
+@pytest.mark.parametrize(
+    ("tracks", "has_k3_cache", "expected"),
+    [
+        (True, False, {("DECODE", True), ("EXTEND", True)}),
+        (False, False, {("DECODE", False), ("EXTEND", False)}),
+        (False, True, {("DECODE", False), ("EXTEND", False), ("EXTEND", True)}),
+    ],
+)
+def test_states_are_asked_for_as_the_prefix_cache_will_and_only_slots_of_nobody_are_written(
+    tracks: bool, has_k3_cache: bool, expected: set[tuple[str, bool]]
+) -> None:
     rehearsing = Rehearsing(tracks=tracks)
     pools = [*rehearsing.fake.kv.values(), *rehearsing.fake.conv, *rehearsing.fake.temporal]
     before = [pool.clone() for pool in pools]
-    rehearsal.rehearse(rehearsing.runner, [2])
-    assert all((batch.mamba_track_mask is not None) == tracks for batch in rehearsing.batches)
+    rehearsal.rehearse(rehearsing.runner, [2], has_k3_cache=has_k3_cache)
+    asked = {(batch.forward_mode.name, batch.mamba_track_mask is not None) for batch in rehearsing.batches}
+    assert asked == expected
     for pool, was in zip(pools, before, strict=True):
         assert_bitwise(pool[1:], was[1:], "slots of requests")
+
+
+def test_the_copies_of_k3_s_cache_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    monkeypatch.setattr(rehearsal, "state_copy", lambda states, **_: copied.append(states.data_ptr()))
+    rehearsing = Rehearsing(tracks=False)
+    rehearsal.rehearse(rehearsing.runner, [2], has_k3_cache=True)
+    assert copied == [rehearsing.fake.conv.data_ptr(), rehearsing.fake.temporal.data_ptr()]

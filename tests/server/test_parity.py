@@ -68,44 +68,29 @@ FULL = [
 ]
 # Pools of a size that suits a tiny model: the host would take nearly all memory of the device.
 SMALL_POOLS = ("--max-total-tokens", "32768", "--max-running-requests", "16", "--max-mamba-cache-size", "80")
-K3_TREE = (*SMALL_POOLS, "--radix-cache-backend", "k3")  # on a CPU the default
+HOST_TREE = ("--mamba-radix-cache-strategy", "extra_buffer")
+EAGER = ("--cuda-graph-backend-decode", "disabled")
+HEADS = {"preset": "gpu", "dtype": "bfloat16"}
 GPU = [
-    Configuration("gpu", flags=SMALL_POOLS, is_host_tree=True),
-    Configuration("gpu-k3-tree", flags=K3_TREE),
-    Configuration("heads-k3-tree", preset="gpu", dtype="bfloat16", flags=K3_TREE),
+    Configuration("gpu", flags=SMALL_POOLS),
+    Configuration("gpu-host-tree", flags=(*SMALL_POOLS, *HOST_TREE), is_host_tree=True),
     Configuration(
-        "gpu-odd-bf16",
-        preset="odd",
-        dtype="bfloat16",
-        flags=(*SMALL_POOLS, "--chunked-prefill-size", "64"),
-        is_host_tree=True,
+        "gpu-odd-bf16", preset="odd", dtype="bfloat16", flags=(*SMALL_POOLS, "--chunked-prefill-size", "64"), chunk=64
     ),
-    Configuration("heads", preset="gpu", dtype="bfloat16", flags=SMALL_POOLS, is_host_tree=True),
-    Configuration(
-        "heads-eager",
-        preset="gpu",
-        dtype="bfloat16",
-        flags=(*SMALL_POOLS, "--cuda-graph-backend-decode", "disabled", "--chunked-prefill-size", "128"),
-        is_host_tree=True,
-    ),
+    Configuration("heads", **HEADS, flags=SMALL_POOLS),
+    Configuration("heads-host-tree", **HEADS, flags=(*SMALL_POOLS, *HOST_TREE), is_host_tree=True),
+    Configuration("heads-eager", **HEADS, flags=(*SMALL_POOLS, *EAGER, "--chunked-prefill-size", "128"), chunk=128),
 ]
 TWO_RANKS = (*SMALL_POOLS, "--tp-size", "2")
-NCCL_EAGER = ("--disable-custom-all-reduce", "--cuda-graph-backend-decode", "disabled")
+NCCL_EAGER = ("--disable-custom-all-reduce", *EAGER)
 TWO_GPUS = [
-    Configuration("tp2-nccl", flags=(*TWO_RANKS, "--ep-size", "2", *NCCL_EAGER), is_host_tree=True),
-    Configuration("tp2-bf16", dtype="bfloat16", experts="bf16", flags=TWO_RANKS, is_host_tree=True),
-    Configuration("tp2-heads", preset="gpu", dtype="bfloat16", flags=TWO_RANKS, is_host_tree=True),
-    Configuration(
-        "tp2-heads-eager-nccl",
-        preset="gpu",
-        dtype="bfloat16",
-        flags=(*TWO_RANKS, *NCCL_EAGER),
-        is_host_tree=True,
-    ),
+    Configuration("tp2-nccl", flags=(*TWO_RANKS, "--ep-size", "2", *NCCL_EAGER)),
+    Configuration("tp2-bf16", dtype="bfloat16", experts="bf16", flags=TWO_RANKS),
+    Configuration("tp2-heads", **HEADS, flags=TWO_RANKS),
+    Configuration("tp2-heads-eager-nccl", **HEADS, flags=(*TWO_RANKS, *NCCL_EAGER)),
     Configuration(
         "dp2-heads",
-        preset="gpu",
-        dtype="bfloat16",
+        **HEADS,
         flags=(*TWO_RANKS, "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention"),
         grid=0,
     ),
