@@ -1,9 +1,10 @@
-"""The command ``sglang-k3``: ``doctor`` and ``tiny``. Each command imports what it needs when it runs."""
+"""The command ``sglang-k3``: ``doctor``, ``tiny``, ``cache-report``. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sglang_k3
@@ -49,6 +50,23 @@ examples:
   K3PLUGIN_KERNELS=reference sglang-k3 doctor      what would run with every op by its reference
 """
 
+CACHE_REPORT = """\
+Ask a running K3 server what its prefix cache holds: how many recurrent states and tokens of KV, what the memory is
+spent on, how often requests started from a state, what was planted, skipped and evicted and why, and the tree itself,
+a line per branch. With --svg the tree is drawn, too: bars are KV, dots are states, a ring is a place without one.
+With data-parallel attention there is a report per rank, and a picture each: FILE-0.svg, FILE-1.svg, ...
+"""
+
+CACHE_REPORT_EPILOG = """\
+examples:
+  sglang-k3 cache-report http://localhost:30000
+  sglang-k3 cache-report http://localhost:30000 --svg cache.svg
+  sglang-k3 cache-report https://k3.example --api-key KEY
+
+The same figures over time: start the server with --enable-metrics and look at the sglang:k3_* series of /metrics.
+The scheduler stands still while it describes its cache: milliseconds per thousand branches.
+"""
+
 # One line for each of sglang_k3.testing.tiny.PRESETS, kept here because importing those costs seconds (tests compare).
 PRESETS = {
     "default": "9 layers, attention residual blocks of 4: every structural feature of K3",
@@ -76,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_tiny(commands)
     _add_doctor(commands)
+    _add_cache_report(commands)
     return parser
 
 
@@ -118,6 +137,20 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor.set_defaults(run=_doctor)
 
 
+def _add_cache_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = commands.add_parser(
+        "cache-report",
+        help="show what the prefix cache of a running server holds",
+        description=CACHE_REPORT,
+        epilog=CACHE_REPORT_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    report.add_argument("url", metavar="URL", help="of the server: http://HOST:PORT")
+    report.add_argument("--svg", type=Path, metavar="FILE", help="draw it, too")
+    report.add_argument("--api-key", metavar="KEY", help="the server's --api-key, if it has one")
+    report.set_defaults(run=_cache_report)
+
+
 def _tiny(args: argparse.Namespace) -> int:
     from sglang_k3.testing.tiny import write_tiny
 
@@ -133,6 +166,13 @@ def _doctor(args: argparse.Namespace) -> int:
     from sglang_k3.doctor import run
 
     return 1 if run(print) else 0
+
+
+def _cache_report(args: argparse.Namespace) -> int:
+    from sglang_k3.report import run
+
+    run(args.url, args.svg, args.api_key, print)
+    return 0
 
 
 if __name__ == "__main__":

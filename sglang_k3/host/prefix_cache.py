@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -26,13 +26,16 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 
 from sglang_k3.host.broken_rows import is_broken
-from sglang_k3.mem.checkpoint_policy import LRUPolicy
+from sglang_k3.host.prefix_cache_metrics import PrefixCacheMetrics
+from sglang_k3.mem import cache_report
 from sglang_k3.mem.checkpoints import CheckpointCache
 from sglang_k3.mem.engine import CheckpointEngine, Refusal
 from sglang_k3.mem.lease import Lease, StepPlan
 from sglang_k3.mem.ledger import check_slots
 from sglang_k3.mem.limits import CheckpointLimits, describe
+from sglang_k3.mem.policy_names import PolicyName, create_policy
 from sglang_k3.mem.radix_tree import RadixTree, as_tokens
+from sglang_k3.mem.replay_cost import ReplayCost
 from sglang_k3.mem.state_moves import DeviceWork, StateMoves, on_device
 from sglang_k3.mem.state_slots import StateSlots
 
@@ -95,11 +98,13 @@ class K3PrefixCache(BasePrefixCache):
     Args:
         params: the host's pools.
         limits: grid, interval and cap.
+        policy: which state or leaf goes when room is needed.
+        cost: of this model, equal on all ranks of it.
     """
 
     disable = False
 
-    def __init__(self, params: CacheInitParams, limits: CheckpointLimits) -> None:
+    def __init__(self, params: CacheInitParams, limits: CheckpointLimits, policy: PolicyName, cost: ReplayCost) -> None:
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size = params.page_size
@@ -111,13 +116,25 @@ class K3PrefixCache(BasePrefixCache):
         pending = PendingMoves()
         states = [*pool.mamba_cache.conv, pool.mamba_cache.temporal]
         tree = RadixTree(self.page_size, torch.empty(0, dtype=torch.int64, device=self._device))
-        cache = CheckpointCache(tree, slots, self.token_to_kv_pool_allocator, policy=LRUPolicy(), limits=limits)
+        order = create_policy(policy, cost)
+        cache = CheckpointCache(tree, slots, self.token_to_kv_pool_allocator, policy=order, limits=limits)
         self.engine = CheckpointEngine(cache, StateMoves(slots, states, pending), self.token_to_kv_pool_allocator)
         self.req_to_token_pool.mamba_allocator = HostSlots(slots, pending, self._device)
         self.root_node = tree.root
         self._tree, self._cache = tree, cache
         self._leases: dict[Req, Lease] = {}
+        self._policy, self._cost = policy, cost
+        self._metrics: PrefixCacheMetrics | None = None
         logger.info("K3 prefix cache: %s", describe(slots.size, limits))
+
+    def publish(self, labels: Mapping[str, Any]) -> None:
+        """Keep this cache's figures in the host's metrics, under the host's labels of this rank."""
+        self._metrics = PrefixCacheMetrics(labels)
+        self._metrics.update(self.engine)
+
+    def report(self) -> dict[str, Any]:
+        """What ``sglang-k3 cache-report`` draws."""
+        return {"policy": self._policy, **cache_report.describe(self.engine, self._cost)}
 
     # What the host's scheduler does with a request, in order.
 
@@ -154,6 +171,7 @@ class K3PrefixCache(BasePrefixCache):
         yield
         self.engine.after_forward(plans)
         self._set_tracks(batch, ())
+        self._update_metrics()
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
         lease = self._caught_up(req)
@@ -176,6 +194,7 @@ class K3PrefixCache(BasePrefixCache):
         req.mamba_pool_idx = None
         if is_broken(req):
             self._cache.forget(lease.node)
+        self._update_metrics()
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Room for KV. Room for states is made where a slot is taken."""
@@ -194,6 +213,7 @@ class K3PrefixCache(BasePrefixCache):
     def reset(self) -> None:
         assert not self._leases, f"the cache is reset while {[*self._leases.values()]} run"
         self.engine.flush()
+        self._update_metrics()
 
     # What the host asks about sizes.
 
@@ -239,6 +259,10 @@ class K3PrefixCache(BasePrefixCache):
 
     def pretty_print(self) -> None:
         logger.info("%s", self.available_and_evictable_str())
+
+    def _update_metrics(self) -> None:
+        if self._metrics is not None:
+            self._metrics.update(self.engine)
 
     def _plan(self, req: Req) -> StepPlan:
         lease = self._caught_up(req)

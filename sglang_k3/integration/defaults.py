@@ -256,6 +256,7 @@ def _choose_prefix_cache(args: K3ServerArgs) -> None:
                 f"--disable-radix-cache and --radix-cache-backend {args.radix_cache_backend} contradict each other: "
                 "leave out one of the two."
             )
+        _refuse_options_without_cache(args, "--disable-radix-cache")
         return
     of_the_host = {
         f"--mamba-radix-cache-strategy {args.mamba_radix_cache_strategy}": args.mamba_radix_cache_strategy != "auto",
@@ -268,6 +269,7 @@ def _choose_prefix_cache(args: K3ServerArgs) -> None:
     }
     for flag in (flag for flag, is_given in of_the_host.items() if is_given):
         if args.radix_cache_backend is None:
+            _refuse_options_without_cache(args, flag)
             return
         raise ConfigError(
             f"{flag} is of the host's prefix cache, --radix-cache-backend {PREFIX_CACHE} is K3's own. "
@@ -276,6 +278,23 @@ def _choose_prefix_cache(args: K3ServerArgs) -> None:
     args.radix_cache_backend = PREFIX_CACHE
     if args.max_mamba_cache_size is not None:
         running_requests(args.max_mamba_cache_size)
+
+
+def _refuse_options_without_cache(args: K3ServerArgs, excluded_by: str) -> None:
+    """What is asked of K3's own prefix cache on a server that has another or none.
+
+    Raises:
+        ConfigError: names the option and the flag that it does not go with.
+    """
+    default = next(f.default for f in dataclasses.fields(args) if f.name == "k3_checkpoints_per_path")
+    given = {
+        f"--k3-checkpoint-policy {args.k3_checkpoint_policy}": args.k3_checkpoint_policy is not None,
+        f"--k3-checkpoints-per-path {args.k3_checkpoints_per_path}": args.k3_checkpoints_per_path != default,
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given):
+        raise ConfigError(
+            f"{flag} is of K3's own prefix cache, which {excluded_by} excludes. Leave out one of the two."
+        )
 
 
 def _states_per_request(args: K3ServerArgs) -> int:

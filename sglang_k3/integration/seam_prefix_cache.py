@@ -1,7 +1,8 @@
 """Seam: K3's prefix cache, by the host's registry, and where the host's scheduler must ask it.
 
 The registry gives a cache its pools. What it does not give is the moment of admission, at which a request gets its
-state slot, and the launch of a forward pass, around which states are copied.
+state slot, and the launch of a forward pass, around which states are copied. And the host hands the labels of its
+metrics to its own reporter only.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_k3.config import K3Config
 from sglang_k3.integration.refusals import PREFIX_CACHE
 from sglang_k3.mem.limits import SLOTS_PER_REQUEST, CheckpointLimits
+from sglang_k3.mem.replay_cost import ReplayCost
+from sglang_k3.options import ServeOptions
 
 
 def install() -> None:
@@ -26,6 +30,7 @@ def install_scheduler() -> None:
     for target, hook in (
         ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", _add_one_req),
         ("sglang.srt.managers.scheduler.Scheduler.run_batch", _run_batch),
+        ("sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter", _init_metrics),
         ("sglang.srt.model_executor.model_runner.ModelRunner.forward", _forward),
         ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._calculate_mamba_ratio", _slots_per_request),
     ):
@@ -49,10 +54,24 @@ def limits_of(server_args: Any, page_size: int) -> CheckpointLimits:
     )
 
 
+def cost_of(config: K3Config, server_args: Any, req_to_token_pool: Any) -> ReplayCost:
+    """What a state and a token take on one attention rank, over all pipeline stages: equal wherever it is asked."""
+    states = req_to_token_pool.mamba_pool.mamba_cache
+    return ReplayCost.of(
+        config,
+        tp_size=server_args.tp_size // server_args.dp_size,
+        state_itemsize=states.temporal.element_size(),
+        dtype_itemsize=states.conv[0].element_size(),
+    )
+
+
 def _create(context: Any) -> Any:
     from sglang_k3.host.prefix_cache import K3PrefixCache
 
-    return K3PrefixCache(context.params, limits_of(context.server_args, context.params.page_size))
+    limits = limits_of(context.server_args, context.params.page_size)
+    cost = cost_of(context.model_config.hf_config.k3, context.server_args, context.params.req_to_token_pool)
+    policy = ServeOptions.from_server_args(context.server_args).checkpoint_policy
+    return K3PrefixCache(context.params, limits, policy, cost)
 
 
 def _add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,6 +102,16 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
         return original(scheduler, batch, *args, **kwargs)
     with scheduler.tree_cache.forward(batch):
         return original(scheduler, batch, *args, **kwargs)
+
+
+def _init_metrics(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Where the host counts for its endpoint, with the host's labels."""
+    from sglang_k3.host.prefix_cache import K3PrefixCache
+
+    original(scheduler, *args, **kwargs)
+    context = scheduler.metrics_collector_context
+    if context.current_scheduler_metrics_enabled and isinstance(scheduler.tree_cache, K3PrefixCache):
+        scheduler.tree_cache.publish(context.collector.labels)
 
 
 def _forward(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -208,13 +208,36 @@ SEAMS: tuple[Seam, ...] = (
         targets=(
             "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
             "sglang.srt.managers.scheduler.Scheduler.run_batch",
+            "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
             "sglang.srt.model_executor.model_runner.ModelRunner.forward",
             "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._calculate_mamba_ratio",
         ),
-        why="a registered cache does not learn when a request is admitted, nor when a forward pass is launched",
-        until="calls of the cache at admission and around a launch",
+        why="a registered cache does not learn when a request is admitted, nor when a forward pass is launched, nor "
+        "the labels of its rank's metrics",
+        until="calls of the cache at admission and around a launch, and the labels in what it is built from",
         scope="scheduler",
         module="seam_prefix_cache",
+        function="install_scheduler",
+    ),
+    Seam(
+        name="cache report",
+        targets=("sglang.srt.entrypoints.http_server._setup_and_run_http_server",),
+        why="the host has no endpoint that shows a prefix cache",
+        until="such an endpoint, or a registry of endpoints",
+        scope="main process",
+        module="seam_cache_report",
+        function="install_main",
+    ),
+    Seam(
+        name="cache report of a rank",
+        targets=(
+            "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+            "sglang.srt.managers.io_struct.GetInternalStateReq",
+        ),
+        why="a scheduler tells of its state what the host has put there",
+        until="as above",
+        scope="scheduler",
+        module="seam_cache_report",
         function="install_scheduler",
     ),
     Seam(

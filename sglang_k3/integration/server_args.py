@@ -17,6 +17,7 @@ from sglang_k3.integration.defaults import fill_defaults, prepare_model, refuse_
 from sglang_k3.integration.graphs import largest_asked
 from sglang_k3.integration.names import is_k3
 from sglang_k3.integration.refusals import PREFIX_CACHE
+from sglang_k3.mem.policy_names import PolicyName
 from sglang_k3.options import LatentNormEps, ServeOptions
 
 
@@ -42,6 +43,15 @@ class K3ServerArgs(ServerArgs):
             "it, beside those where prompts diverge. At least 1.",
         ),
     ] = ServeOptions.k3_checkpoints_per_path
+    k3_checkpoint_policy: A[
+        str | None,
+        Arg(
+            help="K3 only: which cached recurrent state goes when room is needed: 'replay-cost' (the default) weighs "
+            "what it costs to compute it again per byte against how soon such states are used again, 'lru' gives up "
+            "the least recently used.",
+            choices=list(get_args(PolicyName)),
+        ),
+    ] = ServeOptions.k3_checkpoint_policy
 
     def __post_init__(self) -> None:
         self.is_k3 = is_k3(self.model_path)

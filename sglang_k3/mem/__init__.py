@@ -14,6 +14,7 @@ Who calls whom, from the outside in:
     checkpoint_policy  which state or leaf goes first: the interface, and plain LRU
     replay_cost_policy the same by what it costs to miss: replay_cost in FLOPs and bytes, reuse_rates learned from what
                        was used, eviction_order to find the least of it
+    policy_names       the policies by the names that a server is given
     state_slots        who owns each slot, and how far its life has come
     state_moves        the copies, as kernels on the forward stream
     limits             the grid, the interval, the cap, and the slots that a request needs

@@ -12,13 +12,15 @@ import collections
 import dataclasses
 import html
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from sglang_k3.mem.checkpoints import CheckpointCache
-from sglang_k3.mem.replay_cost import ReplayCost
+if TYPE_CHECKING:  # who only draws needs no torch
+    from sglang_k3.mem.engine import CheckpointEngine
+    from sglang_k3.mem.replay_cost import ReplayCost
 
 Description = Mapping[str, Any]
 
+ENDPOINT: Final = "/k3/cache_report"  # of a server, where descriptions come from
 MOST_ROWS: Final = 60  # of a drawing; of more branches, those that hold the most bytes are drawn
 LEFT, RIGHT, TOP, ROW, BAR = 16, 360, 150, 26, 10  # pixels
 WIDTH: Final = 1200
@@ -32,12 +34,13 @@ ROLES: Final = {
 COLOURS: Final = {"fork": "#b3261e", "end": "#1e6b3a", "between": "#b26a00", None: "#ffffff"}
 
 
-def describe(cache: CheckpointCache, cost: ReplayCost) -> dict[str, Any]:
+def describe(engine: CheckpointEngine, cost: ReplayCost) -> dict[str, Any]:
     """What the report is made of; nothing but numbers, strings, lists and objects.
 
     Each node: its ``parent`` (0 is the root), ``start`` and ``depth`` in tokens, ``locks``, ``used_at``, and ``state``,
     which is null or has ``uses``, ``used_at`` and ``is_fork``.
     """
+    cache, counts = engine.cache, engine.cache.counts
     nodes = [
         {
             "id": node.node_id,
@@ -55,18 +58,11 @@ def describe(cache: CheckpointCache, cost: ReplayCost) -> dict[str, Any]:
         }
         for node in cache.tree.nodes()
     ]
-    counts = cache.counts
     return {
         "state_bytes": cost.state_bytes,
         "kv_bytes": cost.kv_bytes,
-        "slots": {"total": cache.slots.size, "free": cache.slots.num_free, "tree": cache.num_states},
-        "counts": {
-            "planted": counts.planted,
-            "planted_forks": counts.planted_forks,
-            "duplicates": counts.duplicates,
-            "skipped": dict(counts.skipped),
-            "evicted": dict(counts.evicted),
-        },
+        "slots": engine.slots_by_owner,
+        "counts": {**vars(counts), "skipped": dict(counts.skipped), "evicted": dict(counts.evicted)},
         "nodes": sorted(nodes, key=lambda node: node["id"]),
     }
 
@@ -142,8 +138,7 @@ def spending(description: Description) -> list[str]:
     unused = collections.Counter(node.role for node in nodes if node.state is not None and not node.state["uses"])
     tokens = sum(node.depth - node.start for node in nodes)
     waste = sum(node.depth - node.start for node in nodes if node.is_waste)
-    slots = description["slots"]
-    held = slots["total"] - slots["free"] - slots["tree"]
+    held = description["slots"]["working"] + description["slots"]["snapshot"]
     parts = [
         (count * state_bytes, f"{_states(count)} {ROLES[role]}{_never_used(unused[role], count)}")
         for role, count in roles.items()
@@ -161,7 +156,13 @@ def spending(description: Description) -> list[str]:
 def history(description: Description) -> list[str]:
     """What has happened since the start, by reason."""
     counts = description["counts"]
-    lines = [f"planted {counts['planted']:,} states, {counts['planted_forks']:,} of them at forks"]
+    lines = [
+        f"began {_of(counts['starts'], 'request')}, {counts['state_hits']:,} of them from a state, which saved "
+        f"{counts['state_hit_tokens']:,} tokens",
+        f"found KV behind the last state in {counts['kv_only_hits']:,}: {counts['kv_only_tokens']:,} tokens, of which "
+        f"{counts['replayed_tokens']:,} were computed again",
+        f"planted {_of(counts['planted'], 'state')}, {counts['planted_forks']:,} of them at forks",
+    ]
     lines += [f"skipped {count:,}: {reason}" for reason, count in _by_count(counts["skipped"])]
     lines += [f"evicted {count:,} {reason}" for reason, count in _by_count(counts["evicted"])]
     if counts["duplicates"]:
@@ -321,12 +322,17 @@ def _fitted(text: str) -> str:
 def _headline(description: Description) -> str:
     slots, nodes = description["slots"], description["nodes"]
     tokens = sum(node["depth"] - node["start"] for node in nodes)
-    cached = f"{slots['tree']:,} of {slots['total']:,} states and {tokens:,} tokens of KV are cached"
-    return f"{cached}, {slots['free']:,} state slots are free"
+    states = slots["cached"] + slots["protected"]
+    cached = f"{states:,} of {sum(slots.values()):,} state slots and {tokens:,} tokens of KV are cached"
+    return f"{cached}, {slots['free']:,} slots are free"
 
 
 def _states(count: int) -> str:
-    return f"{count:,} state" + ("" if count == 1 else "s")
+    return _of(count, "state")
+
+
+def _of(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def _never_used(unused: int, count: int) -> str:
@@ -338,4 +344,4 @@ def _gb(num_bytes: int) -> str:
 
 
 def _by_count(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return sorted(((reason, count) for reason, count in counts.items() if count), key=lambda item: (-item[1], item[0]))

@@ -26,6 +26,12 @@ from sglang_k3.mem.state_slots import Owner, SlotId, StateSlots
 
 TREE: Final = "the tree"  # owner of every checkpoint's slot
 
+# Every reason that is counted, from the start at nought, so that whoever plots them sees the first one happen.
+SKIPPED: Final = ("no slot", "path is full")
+EVICTED: Final = (
+    "for a slot", "for its path", "with its KV", "for bytes", "for bytes, with its KV", "by a flush", "as broken",
+)  # fmt: skip
+
 
 class KVPool(Protocol):
     """Where KV locations go back to."""
@@ -63,13 +69,46 @@ class Snapshot(NamedTuple):
 
 @dataclasses.dataclass
 class CacheCounts:
-    """What happened, by reason, since the start."""
+    """What happened since the start.
 
+    Attributes:
+        starts: requests whose computing began, once more after each retraction.
+        state_hits: of these, from a cached state.
+        state_hit_tokens: that those states encode.
+        kv_only_hits: starts of prompts whose KV was cached deeper than any state.
+        kv_only_tokens: of that KV, which nothing could start from.
+        replayed_tokens: of these, computed again so far: fewer where a request ended before.
+        planted: states that came into the tree; ``planted_forks`` of them where prompts part.
+        duplicates: snapshots of a depth at which the tree had a state by then.
+        skipped: states that were due and are not kept, by reason.
+        evicted: states that left the tree, by reason.
+    """
+
+    starts: int = 0
+    state_hits: int = 0
+    state_hit_tokens: int = 0
+    kv_only_hits: int = 0
+    kv_only_tokens: int = 0
+    replayed_tokens: int = 0
     planted: int = 0
     planted_forks: int = 0
-    duplicates: int = 0  # snapshots of a depth at which the tree had a state by then
-    skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    evicted: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    duplicates: int = 0
+    skipped: collections.Counter[str] = dataclasses.field(default_factory=lambda: _from_nought(SKIPPED))
+    evicted: collections.Counter[str] = dataclasses.field(default_factory=lambda: _from_nought(EVICTED))
+
+    def extended(self, match: Match, start: int, end: int) -> None:
+        """A request that was admitted with ``match`` computes the tokens ``start .. end`` of its prompt."""
+        if start == match.state_depth:
+            self.starts += 1
+            self.state_hits += match.state_depth > 0
+            self.state_hit_tokens += match.state_depth
+            self.kv_only_hits += match.kv_depth > match.state_depth
+            self.kv_only_tokens += match.kv_depth - match.state_depth
+        self.replayed_tokens += max(0, min(end, match.kv_depth) - start)
+
+
+def _from_nought(reasons: tuple[str, ...]) -> collections.Counter[str]:
+    return collections.Counter(dict.fromkeys(reasons, 0))
 
 
 class CheckpointCache:

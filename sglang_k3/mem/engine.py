@@ -59,6 +59,18 @@ class CheckpointEngine:
     def leases(self) -> Iterator[Lease]:
         yield from self._leases
 
+    @property
+    def slots_by_owner(self) -> dict[str, int]:
+        """Where the state slots are; O(1).
+
+        ``cached`` states may be evicted; ``protected`` ones are in the tree as well, and a request is about to start
+        from them or a session keeps them.
+        """
+        protected = self.cache.num_protected_states
+        owned = {"working": len(self._leases), "cached": self.cache.num_states - protected, "protected": protected}
+        snapshots = self._slots.size - self._slots.num_free - sum(owned.values())
+        return {"free": self._slots.num_free, "snapshot": snapshots, **owned}
+
     def admit(
         self, name: str, namespace: Namespace, ids: Sequence[int], *, num_usable: int | None = None
     ) -> Lease | Refusal:
@@ -119,6 +131,8 @@ class CheckpointEngine:
                 self.cache.touch(lease.source)
                 self._release_source(lease)
             self.moves.forwarded(lease.working, lease, depth=plan.end)
+            if lease.is_prefilling:
+                self.cache.counts.extended(lease.match, plan.start, plan.end)
             lease.computed = plan.end
             if plan.inner is not None:
                 self.moves.forwarded(plan.inner.slot_id, lease, depth=plan.inner.depth, state=SlotState.SNAPSHOT)

@@ -224,7 +224,7 @@ class Simulator:
             if epoch == request.epoch:
                 action(request)
                 self._admit_waiting()
-            if self.outcome.first_eviction is None and self.cache.counts.evicted:
+            if self.outcome.first_eviction is None and self.cache.counts.evicted.total():
                 self.outcome.first_eviction = self.outcome.num_arrived
         assert not self._running and not self._waiting, f"{len(self._running)} run, {len(self._waiting)} wait for ever"
         return self.outcome

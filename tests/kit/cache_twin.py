@@ -6,8 +6,9 @@ comparing prefixes.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 Prefix = tuple[Hashable, tuple[int, ...]]
 
@@ -29,6 +30,7 @@ class CacheTwin:
         self.ends: dict[Prefix, End] = {}
         self.locks: list[Prefix] = []
         self.freed: list[int] = []
+        self.told: collections.deque[Prefix] | None = None  # what goes next, where the order is not LRU
         self._now = 0
 
     def match(self, namespace: Hashable, tokens: tuple[int, ...]) -> tuple[int, int, int | None]:
@@ -77,7 +79,7 @@ class CacheTwin:
         unlocked = [p for p, end in self.ends.items() if end.state is not None and not end.state_locks]
         if not unlocked:
             return False
-        self._drop_state(min(unlocked, key=lambda p: self.ends[p].state_used_at))
+        self._drop_state(self._first(unlocked, lambda p: self.ends[p].state_used_at))
         return True
 
     def evict_kv(self, num_tokens: int) -> int:
@@ -86,12 +88,20 @@ class CacheTwin:
             leaves = [p for p in self.ends if not self._is_protected(p) and not self._has_longer(p)]
             if not leaves:
                 break
-            freed += self._drop_leaf(min(leaves, key=lambda p: self.ends[p].used_at))
+            freed += self._drop_leaf(self._first(leaves, lambda p: self.ends[p].used_at))
         return freed
 
     def locs_of(self, namespace: Hashable, tokens: tuple[int, ...]) -> list[int]:
         ends = range(self.page_size, len(tokens) + 1, self.page_size)
         return [loc for end in ends for loc in self.locs[namespace, tokens[:end]]]
+
+    def _first(self, candidates: list[Prefix], used_at: Callable[[Prefix], int]) -> Prefix:
+        """Who goes: by LRU, or as told, if that one may go."""
+        if self.told is None:
+            return min(candidates, key=used_at)
+        victim = self.told.popleft()
+        assert victim in candidates, f"{victim} may not go, only {candidates}"
+        return victim
 
     def _plant(self, prefix: Prefix, slot: int, is_fork: bool) -> None:
         end = self.ends[prefix]
@@ -104,7 +114,7 @@ class CacheTwin:
             self.free_slots.add(slot)
         else:
             if not is_fork and len(plain) >= self.cap:
-                self._drop_state(min(unlocked, key=lambda p: self.ends[p].state_used_at))
+                self._drop_state(self._first(unlocked, lambda p: self.ends[p].state_used_at))
             end.state, end.is_fork, end.state_used_at = slot, is_fork, end.used_at
 
     def _drop_state(self, prefix: Prefix) -> None:

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
-from sglang_k3.mem.checkpoint_policy import LRUPolicy
 from sglang_k3.mem.checkpoints import CheckpointCache
 from sglang_k3.mem.engine import CheckpointEngine, Refusal
 from sglang_k3.mem.lease import Lease, StepPlan
 from sglang_k3.mem.ledger import check_kv, check_slots
 from sglang_k3.mem.limits import CheckpointLimits, running_requests
+from sglang_k3.mem.policy_names import DEFAULT_POLICY, PolicyName, create_policy
 from sglang_k3.mem.radix_tree import RadixTree
 from sglang_k3.mem.state_moves import DeviceWork, StateMoves
 from sglang_k3.mem.state_slots import Owner, SlotId, StateSlots
+from sglang_k3.testing.cache_contest import K3_COST
 from tests.kit.delayed_device import DelayedStream
 from tests.kit.fake_model import FakeModel, Row, answer_alone
 from tests.kit.kv_pages import KVPages
@@ -61,6 +62,7 @@ class Scheduler:
         chunk: tokens that one forward prefills at most.
         lag: forwards that are launched before the results of one are handled; 1 is the overlap schedule.
         is_poisoned: what is freed becomes NaN, behind everything that was enqueued before.
+        policy: which state or leaf goes when room is needed.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Scheduler:
         stream: DelayedStream | None = None,
         is_poisoned: bool = True,
         max_running: int | None = None,
+        policy: PolicyName = DEFAULT_POLICY,
     ) -> None:
         self.limits, self.chunk, self.lag = limits, chunk, lag
         self.max_running = max_running or running_requests(num_slots)
@@ -82,7 +85,9 @@ class Scheduler:
         self.kv = KVPages(num_pages, limits.page_size, self._poison_kv if is_poisoned else lambda locs: None)
         self.slots = PoisonedSlots(num_slots, self) if is_poisoned else StateSlots(num_slots)
         self.tree = RadixTree(limits.page_size, NO_KV)
-        self.cache = CheckpointCache(self.tree, self.slots, self.kv, policy=LRUPolicy(), limits=limits)
+        self.cache = CheckpointCache(
+            self.tree, self.slots, self.kv, policy=create_policy(policy, K3_COST), limits=limits
+        )
         moves = StateMoves(self.slots, [self.model.conv, self.model.recurrent], self.stream)
         self.engine = CheckpointEngine(self.cache, moves, self.kv)
         self.waiting: list[Request] = []

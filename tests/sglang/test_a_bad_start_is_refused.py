@@ -130,6 +130,19 @@ def test_a_misspelt_name_is_refused() -> None:
         ({"json_model_override_args": '{"text_config": {"hidden_size": 65}}'}, "does not fit its config.json"),
         ({"k3_checkpoints_per_path": 0}, "--k3-checkpoints-per-path 0 keeps no state to restore. Give at least 1"),
         ({"k3_checkpoints_per_path": -2}, "--k3-checkpoints-per-path -2 keeps no state"),
+        ({"k3_checkpoint_policy": "lfu"}, "--k3-checkpoint-policy 'lfu' is not one of replay-cost, lru"),
+        (
+            {"k3_checkpoint_policy": "replay-cost", "disable_radix_cache": True},
+            "--k3-checkpoint-policy replay-cost is of K3's own prefix cache, which --disable-radix-cache excludes",
+        ),
+        (
+            {"k3_checkpoint_policy": "lru", "mamba_radix_cache_strategy": "extra_buffer"},
+            "--k3-checkpoint-policy lru .* --mamba-radix-cache-strategy extra_buffer excludes. Leave out one of the",
+        ),
+        (
+            {"k3_checkpoints_per_path": 4, "radix_eviction_policy": "lfu"},
+            "--k3-checkpoints-per-path 4 .* --radix-eviction-policy lfu excludes",
+        ),
         ({"max_mamba_cache_size": 3}, "A pool of 3 state slots is too small for one request.* that works is 4"),
         (
             {"radix_cache_backend": "flexkv"},

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import inspect
 from array import array
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
+import prometheus_client
 import pytest
 import torch
+from sglang.srt.managers.io_struct import GetInternalStateReq
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_k3.config import K3Config
 from sglang_k3.host.prefix_cache import K3PrefixCache
-from sglang_k3.integration import seam_prefix_cache
+from sglang_k3.integration import seam_cache_report, seam_prefix_cache
+from sglang_k3.mem.cache_report import as_text
+from sglang_k3.mem.checkpoint_policy import LRUPolicy
 from sglang_k3.mem.engine import Refusal
 from sglang_k3.mem.limits import CheckpointLimits
+from sglang_k3.mem.policy_names import DEFAULT_POLICY, create_policy
+from sglang_k3.mem.replay_cost_policy import ReplayCostPolicy
+from sglang_k3.options import ServeOptions
+from sglang_k3.testing.cache_contest import K3_COST
+from sglang_k3.testing.presets import K3_SIZES, published_config
 
 pytestmark = pytest.mark.sglang
 GRID, SLOTS, TOKENS = 4, 8, 64
@@ -57,7 +68,7 @@ class Host:
             req_to_token_pool=pool, token_to_kv_pool_allocator=self.allocator, page_size=1, enable_metrics=False
         )
         limits = CheckpointLimits(state_chunk=GRID, page_size=1, track_interval=GRID)
-        self.pool, self.cache = pool, K3PrefixCache(params, limits)
+        self.pool, self.cache = pool, K3PrefixCache(params, limits, DEFAULT_POLICY, K3_COST)
 
     def admit(self, rid: str, prompt: list[int], row: int = 1) -> Req:
         req = Req(rid, prompt, row)
@@ -82,6 +93,13 @@ class Host:
 
     def finish(self, req: Req, *, is_insert: bool = True) -> None:
         self.cache.cache_finished_req(req, is_insert, kv_len_to_handle=len(req.origin_input_ids))
+
+    def finish_all(self, *requests: tuple[str, list[int]]) -> None:
+        """One after the other."""
+        for rid, prompt in requests:
+            req = self.admit(rid, prompt)
+            self.extend(req)
+            self.finish(req)
 
     def matched(self, prompt: list[int]) -> list[int]:
         key = RadixKey(array("q", prompt), limit=len(prompt) - 1)
@@ -217,6 +235,89 @@ def test_a_prompt_that_another_computes_stays_in_the_queue(host: Host) -> None:
         host.admit(f"other {n}", [100 + n], row=2)
     assert host.cache.admit(Req("one too many", [99], 3)) is Refusal.NO_STATE_SLOT
     assert seam_prefix_cache._add_one_req(never, adder, Req("one too many", [99], 3)) is AddReqResult.OTHER
+
+
+@pytest.fixture
+def published(host: Host) -> Iterator[Callable[..., float | None]]:
+    """The value of a series of the host's, once the cache keeps its figures there."""
+    registry = prometheus_client.REGISTRY
+    host.cache.publish({"tp_rank": 0, "model_name": "k3"})
+
+    def value(name: str, **label: str) -> float | None:
+        return registry.get_sample_value(f"sglang:k3_{name}", {"tp_rank": "0", "model_name": "k3", **label})
+
+    yield value
+    for metric in [*host.cache._metrics._metrics.values()]:
+        registry.unregister(metric)
+
+
+def test_its_figures_are_those_of_the_engine(host: Host, published: Callable[..., float | None]) -> None:
+    def slots() -> list[float | None]:
+        return [published("state_slots", owner=owner) for owner in ("free", "working", "snapshot", "cached")]
+
+    assert published("prefix_starts_total") == 0 and slots() == [SLOTS, 0, 0, 0]
+    first = host.admit("first", PROMPT)
+    host.extend(first)
+    assert slots() == [SLOTS - 2, 1, 1, 0]  # its state waits for the end of the prefill
+    host.finish(first)
+    assert slots() == [SLOTS - 1, 0, 0, 1]
+    host.finish_all(("again", PROMPT), ("branch", PROMPT[:6] + [9] * 4), ("branch again", PROMPT[:6] + [8] * 4))
+    # The branch finds 6 tokens of KV and no state, and plants one at 4, where the next branch starts.
+    starts = {"prefix_starts": 4, "state_hits": 2, "state_hit_tokens": 8 + 4, "kv_hits_without_state": 2}
+    tokens = {"kv_tokens_without_state": 6 + 2, "replayed_tokens": 6 + 2}
+    assert {name: published(f"{name}_total") for name in starts | tokens} == starts | tokens
+    assert [published("checkpoints_planted_total", kind=kind) for kind in ("fork", "plain")] == [1, 2]
+    host.cache.engine.cache.counts.skipped["no slot"] += 3
+    host.cache.reset()
+    assert published("checkpoints_evicted_total", reason="by a flush") == 3 and slots() == [SLOTS, 0, 0, 0]
+    assert published("checkpoints_skipped_total", reason="no slot") == 3
+    assert published("checkpoints_evicted_total", reason="for a slot") == 0, "there from the start"
+
+
+def test_each_rank_s_scheduler_publishes_where_the_host_does(host: Host) -> None:
+    """Not where the host keeps no metrics of its own, nor for another tree."""
+    seen = []
+    host.cache.publish = seen.append
+    collector = SimpleNamespace(labels={"tp_rank": 1})
+    for enabled, tree in ((True, host.cache), (False, host.cache), (True, object())):
+        context = SimpleNamespace(current_scheduler_metrics_enabled=enabled, collector=collector)
+        scheduler = SimpleNamespace(metrics_collector_context=context, tree_cache=tree)
+        seam_prefix_cache._init_metrics(lambda scheduler, rank: None, scheduler, 1)
+    assert seen == [{"tp_rank": 1}]
+
+
+def test_a_scheduler_describes_its_cache_when_asked_for_it(host: Host) -> None:
+    host.finish_all(("first", PROMPT), ("again", PROMPT))
+    scheduler = SimpleNamespace(tree_cache=host.cache, ps=SimpleNamespace(dp_rank=1))
+    question = GetInternalStateReq(rid=seam_cache_report.QUESTION)
+    report = seam_cache_report._answer(never, scheduler, question).internal_state
+    assert (report["dp_rank"], report["policy"], report["counts"]["state_hits"]) == (1, DEFAULT_POLICY, 1)
+    assert "began 2 requests, 1 of them from a state" in as_text(report)
+    other = SimpleNamespace(tree_cache=object())
+    assert seam_cache_report._answer(never, other, question).internal_state == {"other": "object"}
+    assert seam_cache_report._answer(lambda scheduler, request: 7, scheduler, GetInternalStateReq()) == 7
+
+
+def never(*args: object) -> None:
+    raise AssertionError("the host was asked")
+
+
+def test_a_state_costs_what_the_pools_hold_for_it() -> None:
+    """k3_facts.md 3.3.7: 56.2 MB on each of eight ranks; with data-parallel attention every rank has all heads."""
+    config = K3Config.from_dict(published_config(K3_SIZES, dtype="bfloat16", packed_experts=True, vision=False))
+    conv, temporal = torch.empty(0, dtype=torch.bfloat16), torch.empty(0)
+    pool = SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=SimpleNamespace(conv=[conv], temporal=temporal)))
+    split, whole = (
+        seam_prefix_cache.cost_of(config, SimpleNamespace(tp_size=8, dp_size=dp_size), pool) for dp_size in (1, 8)
+    )
+    assert split == K3_COST and whole.state_bytes == 8 * split.state_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [(None, ReplayCostPolicy), ("replay-cost", ReplayCostPolicy), ("lru", LRUPolicy)]
+)
+def test_the_policy_is_the_one_that_was_asked_for(given: str | None, kind: type) -> None:
+    assert type(create_policy(ServeOptions(k3_checkpoint_policy=given).checkpoint_policy, K3_COST)) is kind
 
 
 def test_it_has_what_the_host_s_base_class_asks_for() -> None:

@@ -34,6 +34,7 @@ RINGS = {
     "integration": 3,
     "cli": 4,
     "doctor": 4,
+    "report": 4,
 }
 RINGS_THAT_MEET_THE_HOST = (2, 3)
 
@@ -133,7 +134,9 @@ def test_only_env_reads_the_environment():
     assert readers == {"sglang_k3.env", "sglang_k3.doctor"}
 
 
-@pytest.mark.parametrize("module", ["sglang_k3", "sglang_k3.cli", "sglang_k3.config", "sglang_k3.testing.server"])
+@pytest.mark.parametrize(
+    "module", ["sglang_k3", "sglang_k3.cli", "sglang_k3.config", "sglang_k3.report", "sglang_k3.testing.server"]
+)
 def test_importing_brings_nothing_heavy(module: str):
     """``--help``, a process that only asks a server, and SGLang's own start must not pay for torch."""
     program = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"

@@ -36,9 +36,12 @@ def hand_made() -> dict[str, Any]:
     return {
         "state_bytes": 50_000_000,
         "kv_bytes": 10_000,
-        "slots": {"total": 10, "free": 2, "tree": 4},
+        "slots": {"free": 2, "working": 3, "snapshot": 1, "cached": 3, "protected": 1},
         "counts": {
-            "planted": 9, "planted_forks": 1, "duplicates": 1, "skipped": {"no slot": 3}, "evicted": {"for bytes": 5},
+            "starts": 12, "state_hits": 8, "state_hit_tokens": 9000,
+            "kv_only_hits": 2, "kv_only_tokens": 1300, "replayed_tokens": 1200,
+            "planted": 9, "planted_forks": 1, "duplicates": 1,
+            "skipped": {"no slot": 3, "path is full": 0}, "evicted": {"for bytes": 5},
         },
         "nodes": [
             node(1, 0, 0, 1000, state=state(7, is_fork=True)),
@@ -72,6 +75,8 @@ def test_the_shares_are_of_all_that_is_held_and_fall(hand_made: dict[str, Any]) 
 
 def test_reasons_are_told(hand_made: dict[str, Any]) -> None:
     assert history(hand_made) == [
+        "began 12 requests, 8 of them from a state, which saved 9,000 tokens",
+        "found KV behind the last state in 2: 1,300 tokens, of which 1,200 were computed again",
         "planted 9 states, 1 of them at forks",
         "skipped 3: no slot",
         "evicted 5 for bytes",
@@ -143,9 +148,9 @@ def test_a_cache_describes_itself_in_json() -> None:
     server.serve(prompt)
     server.serve(prompt[:400] + [7] * 90)
     server.serve(prompt[:400] + [8] * 90)
-    description = describe(server.cache, COST)
+    description = describe(server.engine, COST)
     assert json.loads(json.dumps(description)) == description
-    assert description["slots"]["tree"] == sum(one["state"] is not None for one in description["nodes"])
+    assert description["slots"]["cached"] == sum(one["state"] is not None for one in description["nodes"])
     assert sum(one["depth"] - one["start"] for one in description["nodes"]) == server.tree.num_tokens
     assert sum(one["state"]["uses"] for one in description["nodes"] if one["state"]) == 2
     assert re.search(r"planted \d+ states, [1-9]", as_text(description))

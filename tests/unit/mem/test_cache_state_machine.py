@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 from array import array
+from collections.abc import Sequence
 
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_k3.mem.checkpoint_policy import LRUPolicy
+from sglang_k3.mem.checkpoint_policy import CheckpointPolicy, LRUPolicy
 from sglang_k3.mem.checkpoints import CheckpointCache, Snapshot
 from sglang_k3.mem.limits import CheckpointLimits
 from sglang_k3.mem.radix_tree import RadixTree, TreeNode
+from sglang_k3.mem.replay_cost_policy import ReplayCostPolicy
 from sglang_k3.mem.state_slots import SlotState, StateSlots
+from sglang_k3.testing.cache_contest import K3_COST
 from tests.kit.cache_twin import CacheTwin, Prefix
 from tests.kit.mem_scheduler import NO_KV
 
@@ -34,14 +38,44 @@ class Freed:
         self.locs += kv_locs.tolist()
 
 
+class Told(ReplayCostPolicy):
+    """Notes whom it names. That it names the right one is held against a plain computation elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__(K3_COST)
+        self.victims: collections.deque[Prefix] = collections.deque()
+
+    def state_victim(self) -> TreeNode | None:
+        return self._noted(super().state_victim())
+
+    def leaf_victim(self) -> TreeNode | None:
+        return self._noted(super().leaf_victim())
+
+    def path_victim(self, path: Sequence[TreeNode]) -> TreeNode:
+        node = super().path_victim(path)
+        self._noted(node)
+        return node
+
+    def _noted(self, node: TreeNode | None) -> TreeNode | None:
+        if node is not None:
+            self.victims.append(_prefix_of(node))
+        return node
+
+
 class CacheAndTwin(RuleBasedStateMachine):
+    def policy(self) -> CheckpointPolicy:
+        return LRUPolicy()
+
     @initialize(page_size=st.sampled_from([1, 2, 4]), cap=st.sampled_from([1, 2, 8]))
     def start(self, page_size: int, cap: int) -> None:
         limits = CheckpointLimits(state_chunk=GRID, page_size=page_size, track_interval=GRID, checkpoints_per_path=cap)
         self.slots, self.kv_pool = StateSlots(NUM_SLOTS), Freed()
         tree = RadixTree(page_size, NO_KV)
-        self.cache = CheckpointCache(tree, self.slots, self.kv_pool, policy=LRUPolicy(), limits=limits)
+        policy = self.policy()
+        self.cache = CheckpointCache(tree, self.slots, self.kv_pool, policy=policy, limits=limits)
         self.twin = CacheTwin(page_size=page_size, grid=GRID, cap=cap, num_slots=NUM_SLOTS)
+        if isinstance(policy, Told):
+            self.twin.told = policy.victims
         self.next_loc = 0
         self.locks: list[tuple[TreeNode, Prefix, bool]] = []
 
@@ -125,6 +159,7 @@ class CacheAndTwin(RuleBasedStateMachine):
             assert bool(node.lock_ref) == self.twin._is_protected(prefix)
         assert sorted(self.kv_pool.locs) == sorted(self.twin.freed)
         assert self.slots.num_free == len(self.twin.free_slots)
+        assert not self.twin.told, "more was evicted than the twin has given up"
         self.cache.tree.check_invariants()
         self.slots.check_invariants()
 
@@ -134,5 +169,12 @@ def _prefix_of(node: TreeNode) -> Prefix:
     return node.namespace, tuple(token for edge in reversed(edges) for token in edge)
 
 
+class CacheByCostAndTwin(CacheAndTwin):
+    def policy(self) -> CheckpointPolicy:
+        return Told()
+
+
 TestCacheAndTwin = CacheAndTwin.TestCase
-TestCacheAndTwin.settings = settings(max_examples=300, stateful_step_count=40, deadline=None, derandomize=True)
+TestCacheByCostAndTwin = CacheByCostAndTwin.TestCase
+TestCacheAndTwin.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+TestCacheByCostAndTwin.settings = settings(TestCacheAndTwin.settings, max_examples=300)

@@ -13,16 +13,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from sglang_k3.mem.checkpoints import CheckpointCache
+from sglang_k3.mem.checkpoint_policy import LRUPolicy
+from sglang_k3.mem.checkpoints import EVICTED, SKIPPED, CheckpointCache
 from sglang_k3.mem.engine import CheckpointEngine
 from sglang_k3.mem.limits import CheckpointLimits
+from sglang_k3.mem.policy_names import DEFAULT_POLICY, PolicyName
 from tests.kit.event_fuzz import Event, Player, random_events, shortest_failing
 from tests.kit.mem_scheduler import Scheduler
 
 SEEDS, EVENTS = 50, 2000
 
 
-def server(seed: int) -> Scheduler:
+def server(seed: int, policy: PolicyName = DEFAULT_POLICY) -> Scheduler:
     """A server whose sizes are drawn, too; the grid is 4 tokens, so that little is computed."""
     rng = random.Random(seed)
     page = rng.choice([1, 2, 4])
@@ -35,6 +37,7 @@ def server(seed: int) -> Scheduler:
         num_pages=rng.choice([96, 112, 128]) // page,
         chunk=rng.choice([3, 4, 9, 16]),
         lag=rng.choice([0, 1, 2]),
+        policy=policy,
     )
 
 
@@ -50,6 +53,17 @@ def test_every_law_holds_after_every_event(seed: int):
     assert player.finished > EVENTS // 50
     counts = player.scheduler.cache.counts
     assert counts.planted > EVENTS // 20 and counts.planted_forks and counts.evicted["for a slot"]
+    assert {*counts.skipped} == {*SKIPPED} and {*counts.evicted} == {*EVICTED}
+    assert counts.starts >= player.finished and counts.state_hits and counts.replayed_tokens
+    assert counts.replayed_tokens <= counts.kv_only_tokens
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_law_holds_with_plain_lru(seed: int):
+    player = Player(server(seed, "lru"))
+    player.play(random_events(seed, EVENTS // 2))
+    assert isinstance(player.scheduler.cache._policy, LRUPolicy)
+    assert player.finished > EVENTS // 100 and player.scheduler.cache.counts.evicted["for a slot"]
 
 
 def test_ranks_that_see_the_same_events_decide_alike():

@@ -52,7 +52,7 @@ def test_a_pool_of_four_slots_per_request_skips_nothing(chunk: int):
             server.arrive(f"r{n}", trunk[: rng.randrange(300)] + ids(rng.randint(1, 300), seed=n), rng.randint(1, 300))
         server.run()
         server.check()
-        assert server.cache.counts.skipped == {}
+        assert server.cache.counts.skipped.total() == 0
         assert server.cache.counts.evicted["for a slot"] > 0
 
 
@@ -133,11 +133,12 @@ def test_too_little_kv_retracts_and_every_answer_is_right():
     assert all(len(request.answer) == 80 for request in requests)
 
 
-def test_a_path_keeps_as_many_states_as_its_cap():
-    server = small_server(chunk=64, cap=3)
+@pytest.mark.parametrize(("policy", "kept"), [("lru", [512, 576, 640]), ("replay-cost", [448, 576, 640])])
+def test_a_path_keeps_as_many_states_as_its_cap(policy: str, kept: list[int]):
+    server = small_server(chunk=64, cap=3, policy=policy)
     server.serve(ids(64 * 10 + 5, seed=1))
-    assert sorted(node.depth for node in server.tree.nodes() if node.checkpoint) == [512, 576, 640]
-    assert server.cache.counts.evicted == {"for its path": 7}
+    assert sorted(node.depth for node in server.tree.nodes() if node.checkpoint) == kept
+    assert +server.cache.counts.evicted == {"for its path": 7}
     server.check()
 
 
@@ -148,7 +149,7 @@ def test_a_full_path_whose_states_are_all_protected_takes_no_more():
     (node,) = (node for node in server.tree.nodes() if node.checkpoint)
     server.cache.lock_state(node)
     server.serve(prompt, 1)
-    assert server.cache.counts.skipped == {"path is full": 3}
+    assert +server.cache.counts.skipped == {"path is full": 3}
     server.cache.unlock_state(node)
     server.check()
 
@@ -161,7 +162,7 @@ def test_kv_without_a_state_tells_where_one_is_worth_planting(monkeypatch: pytes
         take = type(server.engine)._take_slot
         patch.setattr(server.engine, "_take_slot", lambda owner: None if server.running else take(server.engine, owner))
         first = server.serve(prompt, 100)
-    assert server.cache.counts.skipped == {"no slot": 2}
+    assert +server.cache.counts.skipped == {"no slot": 2}
     assert sorted(node.depth for node in server.tree.nodes()) == [192, 256]
     assert [server.serve(prompt).cached[0] for _ in range(2)] == [0, 192]
     assert [server.serve(first.prompt + first.answer + ids(90, seed=n)).cached[0] for n in (2, 3)] == [192, 256]
