@@ -165,7 +165,9 @@ class Bench:
             seconds = time.monotonic() - begin
         case = "cold start: empty kernel caches, no nvcc, no ninja, to the first answered token"
         limit = COLD_START_LIMIT_S
-        return [Row(case=case, metric="answer_s", value=round(seconds, 1), unit="s", baseline=limit, command=command)]
+        answer = Row(case=case, metric="answer_s", value=round(seconds, 1), unit="s", baseline=limit, command=command)
+        imports = Row(case=case, metric="imports_s", value=round(host_imports_s(), 1), unit="s", command=command)
+        return [answer, imports]
 
     def load(self, server: ServerProcess, load: Load) -> list[Row]:
         print(f"== {load.case}", flush=True)
@@ -302,6 +304,15 @@ def without_compilers(folder: Path) -> Path:
             if file.name not in NO_COMPILERS and not link.is_symlink():
                 link.symlink_to(file)
     return folder
+
+
+def host_imports_s() -> float:
+    """What SGLang itself takes to be imported, without this package: by the server's process, then by its scheduler."""
+    begin = time.monotonic()
+    for module in ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler"):
+        program = f"import sglang.launch_server, {module}"
+        subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, stderr=subprocess.DEVNULL)
+    return time.monotonic() - begin
 
 
 def _keep(log: Path) -> None:

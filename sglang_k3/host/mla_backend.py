@@ -67,7 +67,13 @@ class K3MLABackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.max_context_len = model_runner.model_config.context_len
         self.data_type = model_runner.kv_cache_dtype
-        context = OpContext(device=torch.device(model_runner.device), dtype=model_runner.kv_cache_dtype)
+        model = model_runner.model_config
+        sizes = {
+            "K": model.qk_nope_head_dim + model.qk_rope_head_dim,
+            "V": model.v_head_dim,
+            "D": model.kv_lora_rank + model.qk_rope_head_dim,
+        }
+        context = OpContext(torch.device(model_runner.device), model_runner.kv_cache_dtype, sizes)
         self.kv_scatter = bind("kv_scatter", context)
         self.kv_gather = bind("kv_gather", context)
         self.mla_decode = bind("mla_decode", context)

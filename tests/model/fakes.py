@@ -45,12 +45,13 @@ class FakeRunner:
     device = "cpu"
     is_draft_worker = False
     kv_cache_dtype = torch.float32
-    model_config = SimpleNamespace(context_len=CONTEXT_LEN)
 
     def __init__(self, config: K3Config, *, tp_size: int = 1, seed: int = 0) -> None:
         kda, mla, layers = config.kda, config.mla, len(config.kda_layers)
         heads = kda.num_heads // tp_size
         self.server_args = get_server_args()
+        dims = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+        self.model_config = SimpleNamespace(context_len=CONTEXT_LEN, **{dim: getattr(mla, dim) for dim in dims})
         generator = torch.Generator().manual_seed(seed)
         self.kv = {
             layer: torch.full((NUM_KV_SLOTS, 1, mla.latent_dim), torch.nan) for layer in config.full_attention_layers

@@ -12,6 +12,7 @@ from torch import Tensor
 from sglang_k3.config import K3Config, MLAConfig
 from sglang_k3.host import mla_backend
 from sglang_k3.host.mla_backend import K3MLABackend
+from sglang_k3.kernels import OpContext
 from tests.kit.compare import assert_bitwise
 from tests.kit.tolerance import assert_close
 from tests.model.fakes import FakeRunner, Request
@@ -185,3 +186,14 @@ def test_results_come_in_the_dtype_of_the_query() -> None:
         q, new = attention.query(n).bfloat16(), attention.rows(n).bfloat16()
         out = backend.forward(q, new, None, attention.layer, batch, **halves)
         assert (out.dtype, out.shape) == (torch.bfloat16, (n, attention.mla.num_heads, attention.mla.v_head_dim))
+
+
+def test_kernels_are_chosen_by_the_sizes_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a head that a kernel has no tile for would be noticed by the first request."""
+    asked: dict[str, OpContext] = {}
+    monkeypatch.setattr(mla_backend, "bind", lambda op, context: asked.setdefault(op, context))
+    config = tiny_k3("odd").config
+    K3MLABackend(FakeRunner(config))
+    mla = config.mla
+    sizes = {"K": mla.qk_head_dim, "V": mla.v_head_dim, "D": mla.latent_dim}
+    assert asked["mla_decode"].sizes == asked["mla_prefill"].sizes == sizes

@@ -4,13 +4,13 @@ The choices are dealt out by expert into blocks, and the rows of z are copied in
 products run over (block, tile of weight rows), from places to places, and a last kernel weights and adds the outputs of
 a token, in the order of its choices. An expert with many choices has large blocks, which decode its weights less often;
 what is left over goes to small ones. Nothing waits for the host: the number of blocks has a bound from sizes alone, and
-programs beyond the last block end at once. Places that stay empty hold anything; nobody reads what becomes of them. A
-single token needs no plan: each choice is a block of one.
+programs beyond the last block end at once. Places that stay empty are neither read nor written. A single token needs no
+plan: each choice is a block of one.
 
 The product is taken as ``weight x^T``: the matrix units accept their left operand from registers, so weights are
-decoded where they are used and only their 4 bits pass through shared memory. A word of a weight holds 8 columns.
-Activations are laid out as all first columns of the words, then all second ones and so on, so that nibble i of a tile
-of words meets one stretch of a row and nothing is interleaved.
+decoded where they are used and only their 4 bits pass through shared memory. A word of a weight holds 8 columns. For
+each tile of words, activations are laid out as all first columns of these words, then all second ones and so on, so
+that nibble i of the tile meets one stretch of a row and nothing is interleaved.
 
 Sizes that change from call to call (blocks, choices) are not specialised, so that each tile is compiled once.
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PLAN_BLOCK = 1024
-ARRANGE_BLOCK = 64
+ARRANGE_BLOCK = 512
 COMBINE_BLOCK = 1024
 GROUP_WORDS = tl.constexpr(4)  # 32 values share a scale
 
@@ -71,12 +71,13 @@ class Tile(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks of one size: the expert of each (-1 without one; none for a single token), their first place and tile."""
+    """Blocks of one size: their tile, their first place, and a table of the expert of each (-1 without one) and the
+    number of its choices; no table for a single token."""
 
     tile: Tile
     num_blocks: int
     first_row: int
-    experts: Tensor | None
+    table: Tensor | None
 
 
 def latent_experts(
@@ -106,26 +107,25 @@ def latent_experts(
         # Half as many weight rows at a time give all parts of a GPU something to do.
         blocks = [Blocks(tiles[-1]._replace(n=tiles[-1].n // 2), top_k, 0, None)]
         num_rows, places = top_k, None
-        x = z.unflatten(1, (-1, 8)).transpose(1, 2).reshape(z.shape) if is_packed else z.contiguous()
+        x = z.new_empty(1, latent)
     else:
         blocks, num_rows, places = _plan(topk_ids, num_experts, expert_offset, tiles)
         x = z.new_empty(num_rows, latent)
-        group = 8 if is_packed else 1
-        _arrange[(num_tokens, triton.cdiv(latent, group * ARRANGE_BLOCK))](
-            z, places, x, z.stride(), TOP_K=top_k, L=latent, GROUP=group, BLOCK=ARRANGE_BLOCK
-        )
+    _arrange[(num_tokens, triton.cdiv(latent, ARRANGE_BLOCK))](
+        z, places, x, z.stride(), TOP_K=top_k, L=latent, WORDS=tiles[-1].k if is_packed else 0, BLOCK=ARRANGE_BLOCK
+    )
     hidden, outputs = z.new_empty(num_rows, width), z.new_empty(num_rows, latent)
     for rows, result, weight, scale, is_gate_up in (
         (x, hidden, w13, w13_scale, True),
         (hidden, outputs, w2, w2_scale, False),
     ):
-        for tile, num_blocks, first_row, experts in blocks:
+        for tile, num_blocks, first_row, table in blocks:
             _expert_linear[(num_blocks * triton.cdiv(weight.shape[1], tile.n),)](
                 rows[first_row:],
                 weight,
                 scale,
                 result[first_row:],
-                experts,
+                table,
                 topk_ids,
                 num_experts,
                 expert_offset,
@@ -191,15 +191,15 @@ def _plan(
         half = large // 2
         num_large = (num_pairs + min(num_pairs // (half + 1), num_hit) * (half - 1)) // large
         num_small = min(num_small, num_hit * triton.cdiv(half, small))
-    sizes = (num_experts, num_pairs, num_large, num_small)
+    sizes = (num_experts, num_pairs, 2 * num_large, 2 * num_small)
     memory = torch.full((sum(sizes),), -1, dtype=torch.int32, device=topk_ids.device)
-    last_ranks, places, *block_experts = memory.split(sizes)
+    last_ranks, places, *tables = memory.split(sizes)
     grid = (triton.cdiv(num_pairs, PLAN_BLOCK),)
     common = (topk_ids, topk_ids.stride(), num_pairs, num_experts, expert_offset, last_ranks, places)
     _rank[grid](*common, TOP_K=top_k, BLOCK=PLAN_BLOCK)
     _deal[grid](
         *common,
-        *block_experts,
+        *tables,
         num_large,
         TOP_K=top_k,
         BLOCK=PLAN_BLOCK,
@@ -207,9 +207,9 @@ def _plan(
         LARGE=large,
         SMALL=small,
     )
-    blocks = [Blocks(tiles[-1], num_small, num_large * large, block_experts[1])]
+    blocks = [Blocks(tiles[-1], num_small, num_large * large, tables[1])]
     if num_large:
-        blocks.insert(0, Blocks(tiles[0], num_large, 0, block_experts[0]))
+        blocks.insert(0, Blocks(tiles[0], num_large, 0, tables[0]))
     return blocks, num_large * large + num_small * small, places
 
 
@@ -250,8 +250,8 @@ def _deal(
     expert_offset,
     last_ranks,
     places,
-    large_experts,
-    small_experts,
+    large_table,
+    small_table,
     num_large,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -269,32 +269,53 @@ def _deal(
     local, held = _local_experts(topk_ids, ids_strides, pairs, pairs < num_pairs, num_experts, expert_offset, TOP_K)
     index = tl.where(held, local, 0)
     rank = tl.load(places + pairs, mask=held, other=0)
+    rest = tl.gather(counts, index, axis=0) - rank  # of the choices of its expert: this one and those behind it
     is_small = held
     if LARGE > 0:
         large = (counts + (LARGE // 2 - 1)) // LARGE
         block = tl.gather(tl.cumsum(large, axis=0) - large, index, axis=0) + rank // LARGE
         is_large = held & (rank < tl.gather(large, index, axis=0) * LARGE)
         tl.store(places + pairs, block * LARGE + rank % LARGE, mask=is_large)
-        tl.store(large_experts + block, local, mask=is_large & (rank % LARGE == 0))
+        _enter(large_table, block, local, rest, is_large & (rank % LARGE == 0), LARGE)
         is_small = held & ~is_large
         rank -= tl.gather(large, index, axis=0) * LARGE
         counts = tl.maximum(counts - large * LARGE, 0)
     small = tl.cdiv(counts, SMALL)
     block = tl.gather(tl.cumsum(small, axis=0) - small, index, axis=0) + rank // SMALL
     tl.store(places + pairs, num_large * LARGE + block * SMALL + rank % SMALL, mask=is_small)
-    tl.store(small_experts + block, local, mask=is_small & (rank % SMALL == 0))
+    _enter(small_table, block, local, rest, is_small & (rank % SMALL == 0), SMALL)
 
 
 @triton.jit
-def _arrange(z, places, x, z_strides, TOP_K: tl.constexpr, L: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy a token to the places of its choices: first columns of all words of a weight, then second ones and so on."""
+def _enter(table, block, local, rest, is_first, M: tl.constexpr):
+    """Into the table of blocks, from the first choice of each."""
+    tl.store(table + 2 * block, local, mask=is_first)
+    tl.store(table + 2 * block + 1, tl.minimum(rest, M), mask=is_first)
+
+
+@triton.jit
+def _arrange(z, places, x, z_strides, TOP_K: tl.constexpr, L: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy a token to the places of its choices, its columns in the order in which the products take them."""
     token = tl.program_id(0).to(tl.int64)
-    i, w = tl.arange(0, GROUP)[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = w < L // GROUP
-    values = tl.load(z + token * z_strides[0] + (w * GROUP + i) * z_strides[1], mask=mask)
-    for choice in range(TOP_K):
-        place = tl.load(places + token * TOP_K + choice).to(tl.int64)
-        tl.store(x + place * L + i * (L // GROUP) + w, values, mask=mask & (place >= 0))
+    order = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(z + token * z_strides[0] + _column(order, L, WORDS) * z_strides[1], mask=order < L)
+    if places is None:
+        tl.store(x + order, values, mask=order < L)
+    else:
+        for choice in range(TOP_K):
+            place = tl.load(places + token * TOP_K + choice).to(tl.int64)
+            tl.store(x + place * L + order, values, mask=(order < L) & (place >= 0))
+
+
+@triton.jit
+def _column(order, K: tl.constexpr, WORDS: tl.constexpr):
+    """Which of K columns comes where: for each tile of WORDS words all their first columns, then all second ones."""
+    if WORDS == 0:  # not packed
+        return order
+    start = order // (8 * WORDS) * WORDS
+    words = tl.minimum(K // 8 - start, WORDS)
+    rest = order - 8 * start
+    return 8 * (start + rest % words) + rest // words
 
 
 @triton.jit
@@ -303,7 +324,7 @@ def _expert_linear(
     weight,
     scale,
     out,
-    block_experts,
+    table,
     topk_ids,
     num_experts,
     expert_offset,
@@ -326,27 +347,25 @@ def _expert_linear(
     tile = tl.program_id(0) % tl.cdiv(ROWS, N)
     block = tl.program_id(0) // tl.cdiv(ROWS, N)
     m = tl.arange(0, M)
-    if block_experts is None:
+    if table is None:
         expert = tl.load(topk_ids + block * ids_stride).to(tl.int32) - expert_offset
+        num_live = 1
         out_row = block.to(tl.int64)
         x_row = out_row * 0 if GATE_UP else out_row
-        live = m[:, None] == 0
     else:
-        expert = tl.load(block_experts + block)
+        expert = tl.load(table + 2 * block)
+        num_live = tl.load(table + 2 * block + 1)
         out_row = block.to(tl.int64) * M
         x_row = out_row
-        live = m[:, None] >= 0
     if (expert < 0) | (expert >= num_experts):
         return
+    live = m[:, None] < num_live
     # Outputs are found by their place in a row of out, which for gate and up is laid out as the next product wants it.
-    # Rows of gate and up alternate, so that a pair of them is easily split.
+    # Eight rows of gate and eight of up alternate: a thread holds both of a pair.
     n = tl.arange(0, N)
     width: tl.constexpr = ROWS // 2 if GATE_UP else ROWS
-    places = tile * (N // 2) + n // 2 if GATE_UP else tile * N + n
-    columns = places
-    if GATE_UP and scale is not None:
-        columns = places % (width // 8) * 8 + places // (width // 8)
-    rows = n % 2 * width + columns if GATE_UP else columns
+    places = tile * (N // 2) + n // 16 * 8 + n % 8 if GATE_UP else tile * N + n
+    rows = n // 8 % 2 * width + _column(places, width, 0 if scale is None else BLOCK_K) if GATE_UP else places
     x_rows = x + x_row * K + m[:, None] * K
     weight_rows = weight + expert.to(tl.int64) * weight_strides[0] + rows[:, None].to(tl.int64) * weight_strides[1]
     inside = places[:, None] < width
@@ -368,8 +387,12 @@ def _expert_linear(
             g = (tl.arange(0, BLOCK_K // GROUP_WORDS) + start // GROUP_WORDS)[None, :]
             codes = tl.load(scale_rows + g * scale_strides[2], mask=inside & ((g < W // GROUP_WORDS) | WHOLE), other=0)
             k = tl.arange(0, 8 * BLOCK_K)[None, :]
-            w = start + k % BLOCK_K
-            a = tl.load(x_rows + k // BLOCK_K * W + w, mask=live & ((w < W) | WHOLE), other=0.0)
+            if WHOLE:
+                a = tl.load(x_rows + 8 * start + k, mask=live, other=0.0)
+            else:
+                words_left = tl.minimum(W - start, BLOCK_K)
+                order = 8 * start + k // BLOCK_K * words_left + k % BLOCK_K
+                a = tl.load(x_rows + order, mask=live & (k % BLOCK_K < words_left), other=0.0)
             total = tl.dot(_decode(words, codes, DOT, PTX), tl.trans(a), total, input_precision="ieee")
             if ON_GPU:
                 # Nothing, but it reads the sum. Triton 3.6 lets products of the next round overwrite weights that a
@@ -380,7 +403,8 @@ def _expert_linear(
     dtype = out.dtype.element_ty
     total = total.to(dtype)
     if GATE_UP:
-        gate, up = tl.split(tl.permute(tl.reshape(total.to(tl.float32), [N // 2, 2, M]), (0, 2, 1)))
+        gate, up = tl.split(tl.permute(tl.reshape(total.to(tl.float32), [N // 16, 2, 8, M]), (0, 2, 3, 1)))
+        gate, up = tl.reshape(gate, [N // 2, M]), tl.reshape(up, [N // 2, M])
         up = up if linear_beta is None else soft_cap(up, linear_beta, dtype)
         total = (soft_cap(gate, beta, dtype) * sigmoid(gate, dtype) * up).to(dtype)
         places = tile * (N // 2) + tl.arange(0, N // 2)
