@@ -5,8 +5,9 @@
 A table stands between ``<!-- rows: TOPIC -->`` (figures of ``benchmarks/results/TOPIC.json``),
 ``<!-- impls: TOPIC -->`` (those of several implementations, side by side), ``<!-- metrics: TOPIC -->`` (likewise of
 several metrics), ``<!-- slice -->`` (of the unit slice, likewise its two routings), ``<!-- cache -->`` (hit rates of
-the cache traces) or ``<!-- seams -->`` (the ledger of the plugin) and ``<!-- end -->``; nothing in between is written
-by hand. The plot of the cache traces is drawn anew beside them.
+the cache traces), ``<!-- prometheus -->`` (what the prefix cache adds to ``/metrics``) or ``<!-- seams -->`` (the
+ledger of the plugin) and ``<!-- end -->``; nothing in between is written by hand. The plot of the cache traces is
+drawn anew beside them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import re
 from cache_plot import FILE, TITLES, svg
 from rows import ROOT, load
 
+from sglang_k3.host.prefix_cache_metrics import METRICS
 from sglang_k3.integration.seams import SEAMS
 
-_BLOCK = re.compile(r"(<!-- (rows|impls|metrics|seams|slice|cache)(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- (rows|impls|metrics|seams|slice|cache|prometheus)(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL
+)
 
 
 def with_tables(text: str) -> str:
@@ -27,7 +31,7 @@ def with_tables(text: str) -> str:
     def rewritten(block: re.Match[str]) -> str:
         start, kind, topic, end = block.groups()
         of_topics = {"rows": _rows, "impls": _impls, "metrics": _metrics}
-        others = {"seams": _seams, "slice": _slice, "cache": _cache}
+        others = {"seams": _seams, "slice": _slice, "cache": _cache, "prometheus": _prometheus}
         return start + (of_topics[kind](topic) if kind in of_topics else others[kind]()) + end
 
     return _BLOCK.sub(rewritten, text)
@@ -96,6 +100,17 @@ def _cache() -> str:
     for case, mean in figures.items():
         if case.startswith("ablation/"):
             lines.append(f"| {case.removeprefix('ablation/')} | {mean:.4f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _prometheus() -> str:
+    """A line per name of the endpoint, with the values of its label."""
+    lines = ["| series | label | what it counts |", "| --- | --- | --- |"]
+    for metric in METRICS:
+        name = metric.name if metric.is_gauge else f"{metric.name}_total"
+        values = ", ".join(f"`{value}`" for value in metric.values)
+        lines.append(f"| `{name}` | {metric.label}: {values} |" if metric.label else f"| `{name}` | |")
+        lines[-1] += f" {metric.documentation} |"
     return "\n".join(lines) + "\n"
 
 

@@ -64,7 +64,7 @@ examples:
   sglang-k3 cache-report https://k3.example --api-key KEY
 
 The same figures over time: start the server with --enable-metrics and look at the sglang:k3_* series of /metrics.
-The scheduler stands still while it describes its cache: milliseconds per thousand branches.
+The scheduler stands still while it describes its cache: some 5 ms per thousand branches.
 """
 
 # One line for each of sglang_k3.testing.tiny.PRESETS, kept here because importing those costs seconds (tests compare).

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from sglang_k3.mem import checkpoints
 from sglang_k3.mem.engine import CheckpointEngine
 
 if TYPE_CHECKING:
@@ -20,11 +21,13 @@ class Metric(NamedTuple):
 
     Attributes:
         label: what tells its series apart, beside the host's labels of the rank.
+        values: of that label.
     """
 
     name: str
     documentation: str
     label: str | None = None
+    values: tuple[str, ...] = ()
     is_gauge: bool = False
 
 
@@ -37,22 +40,27 @@ KV_ONLY_HITS: Final = Metric(
 KV_ONLY_TOKENS: Final = Metric("sglang:k3_kv_tokens_without_state", "Tokens of that KV, from which nothing can start.")
 REPLAYED: Final = Metric("sglang:k3_replayed_tokens", "Of these, computed again so far.")
 PLANTED: Final = Metric(
-    "sglang:k3_checkpoints_planted", "States that came into the tree: where prompts part, or not.", "kind"
+    "sglang:k3_checkpoints_planted", "States that came into the tree: where prompts part, or not.", "kind",
+    ("fork", "plain"),
+)  # fmt: skip
+SKIPPED: Final = Metric(
+    "sglang:k3_checkpoints_skipped",
+    "States that were due and are not kept.",
+    "reason",
+    (*checkpoints.SKIPPED, "duplicate"),
 )
-SKIPPED: Final = Metric("sglang:k3_checkpoints_skipped", "States that were due and are not kept.", "reason")
-EVICTED: Final = Metric("sglang:k3_checkpoints_evicted", "States that left the tree.", "reason")
+EVICTED: Final = Metric("sglang:k3_checkpoints_evicted", "States that left the tree.", "reason", checkpoints.EVICTED)
 SLOTS: Final = Metric(
     "sglang:k3_state_slots",
-    "State slots: free, working, snapshot (of a running request, not in the tree yet), cached, protected (cached, and "
-    "about to be started from).",
+    "State slots: a snapshot is of a running request and not in the tree yet; a protected state is in the tree, and "
+    "about to be started from.",
     "owner",
+    ("free", "working", "snapshot", "cached", "protected"),
     is_gauge=True,
 )
 METRICS: Final = (
     STARTS, STATE_HITS, STATE_HIT_TOKENS, KV_ONLY_HITS, KV_ONLY_TOKENS, REPLAYED, PLANTED, SKIPPED, EVICTED, SLOTS,
 )  # fmt: skip
-
-Series = tuple[Metric, str]  # with the value of its own label, empty if it has none
 
 
 class PrefixCacheMetrics:
@@ -66,50 +74,52 @@ class PrefixCacheMetrics:
         # Not before: the library decides at its import whether the figures of several processes are added.
         from prometheus_client import Counter, Gauge
 
-        self._labels = dict(labels)
-        self._metrics: dict[Metric, Counter | Gauge] = {}
+        self.metrics: dict[str, Counter | Gauge] = {}
         for metric in METRICS:
             names = [*labels, *([metric.label] if metric.label else [])]
             if metric.is_gauge:
-                gauge = Gauge(metric.name, metric.documentation, names, multiprocess_mode="mostrecent")
-                self._metrics[metric] = gauge
+                self.metrics[metric.name] = Gauge(
+                    metric.name, metric.documentation, names, multiprocess_mode="mostrecent"
+                )
             else:
-                self._metrics[metric] = Counter(metric.name, metric.documentation, names)
-        self._series: dict[Series, Any] = {}
-        self._published: dict[Series, int] = {}
+                self.metrics[metric.name] = Counter(metric.name, metric.documentation, names)
+        self._labels = dict(labels)
+        self._series: dict[tuple[str, str], Any] = {}
+        self._published: dict[tuple[str, str], int] = {}
 
     def update(self, engine: CheckpointEngine) -> None:
-        """Carry over what has changed: some microseconds, and a write for each figure that did."""
-        for series, value in readings(engine):
-            before = self._published.get(series)
-            if value == before:
+        """Carry over what has changed: ten microseconds or so, and a write for each figure that did."""
+        for metric, value, reading in readings(engine):
+            key = metric.name, value
+            before = self._published.get(key)
+            if reading == before:
                 continue
-            if series[0].is_gauge:
-                self._of(series).set(value)
+            if metric.is_gauge:
+                self._of(metric, value).set(reading)
             else:
-                self._of(series).inc(value - (before or 0))
-            self._published[series] = value
+                self._of(metric, value).inc(reading - (before or 0))
+            self._published[key] = reading
 
-    def _of(self, series: Series) -> Any:
-        if series not in self._series:
-            metric, value = series
+    def _of(self, metric: Metric, value: str) -> Any:
+        key = metric.name, value
+        if key not in self._series:
             labels = {**self._labels, metric.label: value} if metric.label else self._labels
-            self._series[series] = self._metrics[metric].labels(**labels)
-        return self._series[series]
+            self._series[key] = self.metrics[metric.name].labels(**labels)
+        return self._series[key]
 
 
-def readings(engine: CheckpointEngine) -> Iterator[tuple[Series, int]]:
-    """Every series with its value."""
+def readings(engine: CheckpointEngine) -> Iterator[tuple[Metric, str, int]]:
+    """Every series, by the value of its own label (empty if it has none), and what it stands at."""
     counts = engine.cache.counts
-    yield (STARTS, ""), counts.starts
-    yield (STATE_HITS, ""), counts.state_hits
-    yield (STATE_HIT_TOKENS, ""), counts.state_hit_tokens
-    yield (KV_ONLY_HITS, ""), counts.kv_only_hits
-    yield (KV_ONLY_TOKENS, ""), counts.kv_only_tokens
-    yield (REPLAYED, ""), counts.replayed_tokens
-    yield (PLANTED, "fork"), counts.planted_forks
-    yield (PLANTED, "plain"), counts.planted - counts.planted_forks
-    yield (SKIPPED, "duplicate"), counts.duplicates
-    for metric, by_reason in ((SKIPPED, counts.skipped), (EVICTED, counts.evicted), (SLOTS, engine.slots_by_owner)):
-        for value, count in by_reason.items():
-            yield (metric, value), count
+    yield STARTS, "", counts.starts
+    yield STATE_HITS, "", counts.state_hits
+    yield STATE_HIT_TOKENS, "", counts.state_hit_tokens
+    yield KV_ONLY_HITS, "", counts.kv_only_hits
+    yield KV_ONLY_TOKENS, "", counts.kv_only_tokens
+    yield REPLAYED, "", counts.replayed_tokens
+    yield PLANTED, "fork", counts.planted_forks
+    yield PLANTED, "plain", counts.planted - counts.planted_forks
+    yield SKIPPED, "duplicate", counts.duplicates
+    for metric, by_value in ((SKIPPED, counts.skipped), (EVICTED, counts.evicted), (SLOTS, engine.slots_by_owner)):
+        for value, count in by_value.items():
+            yield metric, value, count

@@ -159,8 +159,8 @@ def history(description: Description) -> list[str]:
     lines = [
         f"began {_of(counts['starts'], 'request')}, {counts['state_hits']:,} of them from a state, which saved "
         f"{counts['state_hit_tokens']:,} tokens",
-        f"found KV behind the last state in {counts['kv_only_hits']:,}: {counts['kv_only_tokens']:,} tokens, of which "
-        f"{counts['replayed_tokens']:,} were computed again",
+        f"{counts['kv_only_hits']:,} found KV behind their state: {counts['kv_only_tokens']:,} tokens, "
+        f"{counts['replayed_tokens']:,} of them computed again",
         f"planted {_of(counts['planted'], 'state')}, {counts['planted_forks']:,} of them at forks",
     ]
     lines += [f"skipped {count:,}: {reason}" for reason, count in _by_count(counts["skipped"])]
@@ -270,7 +270,7 @@ def _drawn(row: _Row, number: int, scale: float, top: int) -> list[str]:
         x, width = LEFT + node.start * scale, max(1.0, (node.depth - node.start) * scale)
         colour = "#f0d9a8" if node.is_waste else "#8fb8de" if node.locks else "#d3dbe4"
         parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}" fill="{colour}"/>')
-    for node in row.nodes:
+    for node in sorted(row.nodes, key=lambda node: node.role is not None):  # a ring hides no state
         parts.append(
             f'<circle cx="{LEFT + node.depth * scale:.1f}" cy="{y + BAR // 2}" r="{4 if node.role else 2.5}" '
             f'fill="{COLOURS[node.role]}" stroke="#444444" stroke-width="0.6"/>'

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import heapq
 import itertools
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -89,7 +88,8 @@ class ReplayCostPolicy(CheckpointPolicy):
         self._records: dict[TreeNode, _Record] = {}
         self._states: EvictionOrder[Group] = EvictionOrder()
         self._leaves: EvictionOrder[Group] = EvictionOrder()
-        self._birthdays: list[tuple[int, int, TreeNode]] = []  # when a state grows into the next bucket
+        self._birthdays: dict[int, list[TreeNode]] = {}  # by the tick at which a state grows into the next bucket
+        self._num_birthdays = 0
         self._now = 0
 
     def offer_state(self, node: TreeNode) -> None:
@@ -180,17 +180,19 @@ class ReplayCostPolicy(CheckpointPolicy):
     def _join(self, node: TreeNode, record: _Record) -> None:
         """Into the group of its class and age; and when it leaves that for being older."""
         self._enter(node, record, (_class_of(node, record.uses), bucket_of(self._now - record.used_at)))
-        if len(self._birthdays) > 4 * len(self._records) + 64:
-            self._birthdays = [
-                (known.used_at + bucket_end(known.group[1]), of.node_id, of) for of, known in self._records.items()
-            ]
-            heapq.heapify(self._birthdays)
+        if self._num_birthdays > 4 * len(self._records) + 64:
+            self._birthdays, self._num_birthdays = {}, 0
+            for of, known in self._records.items():
+                self._expect(of, known)
 
     def _enter(self, node: TreeNode, record: _Record, group: Group) -> None:
         record.group, record.entered_at = group, self._now
         self._rates.enter(group, self._now)
-        due = record.used_at + bucket_end(group[1])
-        heapq.heappush(self._birthdays, (due, node.node_id, node))
+        self._expect(node, record)
+
+    def _expect(self, node: TreeNode, record: _Record) -> None:
+        self._birthdays.setdefault(record.used_at + bucket_end(record.group[1]), []).append(node)
+        self._num_birthdays += 1
 
     def _regroup(self, node: TreeNode, record: _Record, *, is_used: bool = False) -> None:
         self._rates.leave(record.group, record.entered_at, self._now, is_used=is_used)
@@ -199,15 +201,16 @@ class ReplayCostPolicy(CheckpointPolicy):
 
     def _advance(self, now: int) -> None:
         """Logical time has come to ``now``: whoever grew into another bucket on the way moves there."""
-        while self._birthdays and self._birthdays[0][0] <= now:
-            due, _, node = heapq.heappop(self._birthdays)
-            record = self._records.get(node)
-            if record is not None and record.used_at + bucket_end(record.group[1]) == due:
-                self._now = max(self._now, due)
-                self._rates.leave(record.group, record.entered_at, self._now)
-                self._enter(node, record, (record.group[0], record.group[1] + 1))
-                self._place(node, record)
-        self._now = max(self._now, now)
+        while self._now < now:
+            self._now += 1
+            due = self._birthdays.pop(self._now, ())
+            self._num_birthdays -= len(due)
+            for node in due:
+                record = self._records.get(node)
+                if record is not None and record.used_at + bucket_end(record.group[1]) == self._now:
+                    self._rates.leave(record.group, record.entered_at, self._now)
+                    self._enter(node, record, (record.group[0], record.group[1] + 1))
+                    self._place(node, record)
         self._rates.advance(self._now)
 
     def _place(self, node: TreeNode, record: _Record) -> None:

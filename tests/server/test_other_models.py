@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_k3 import report
 from sglang_k3.testing.server import ServerProcess, sglang_command
 from tests.kit.llama import write_llama
 
@@ -33,6 +34,8 @@ def answer(folder: Path, log: Path, plugins: str) -> tuple[list[int], str]:
     env = {**os.environ, "PYTHONPATH": str(stand_in.parent), "SGLANG_PLUGINS": plugins}
     with ServerProcess(sglang_command(str(folder), *FLAGS), log_path=log, env=env) as server:
         body = {"input_ids": list(range(10, 40)), "sampling_params": {"max_new_tokens": 12, "temperature": 0}}
+        with pytest.raises(ValueError, match="serves no K3 model with this plugin"):
+            report.fetch(server.url, None)
         return server.post_json("/generate", body)["output_ids"], log.read_text()
 
 

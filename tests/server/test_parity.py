@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_k3 import report
+from sglang_k3.mem.cache_report import as_text
 from tests.kit.configurations import Configuration, Served
 from tests.kit.parity import assert_parity, generate, generate_together, input_logprobs, prompt_ids
 
@@ -218,3 +220,16 @@ def test_decoding_across_a_track_boundary(served: Served) -> None:
     cached = ask(served, prompt + first.tokens + [1, 2, 3])
     if served.configuration.grid == 64:
         assert cached == 256
+
+
+def test_the_cache_of_each_rank_describes_itself_or_says_that_it_is_the_host_s(served: Served) -> None:
+    flags = served.configuration.flags
+    if served.configuration.is_host_tree or "--disable-radix-cache" in flags or "no_buffer" in flags:
+        with pytest.raises(ValueError, match=r"answers 409: this server's prefix cache is the host's"):
+            report.fetch(served.server.url, None)
+        return
+    ask(served, random_prompt(served, 130, seed=9))
+    ranks = report.fetch(served.server.url, None)
+    assert [rank["dp_rank"] for rank in ranks] == [*range(2 if "--dp-size" in flags else 1)]
+    assert sum(rank["counts"]["planted"] for rank in ranks) > 0
+    assert all("state slots" in as_text(rank) for rank in ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 from array import array
 from collections.abc import Callable, Iterator
@@ -19,8 +20,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_k3.config import K3Config
 from sglang_k3.host.prefix_cache import K3PrefixCache
+from sglang_k3.host.prefix_cache_metrics import METRICS, readings
 from sglang_k3.integration import seam_cache_report, seam_prefix_cache
-from sglang_k3.mem.cache_report import as_text
+from sglang_k3.mem.cache_report import ENDPOINT, as_text
 from sglang_k3.mem.checkpoint_policy import LRUPolicy
 from sglang_k3.mem.engine import Refusal
 from sglang_k3.mem.limits import CheckpointLimits
@@ -247,7 +249,7 @@ def published(host: Host) -> Iterator[Callable[..., float | None]]:
         return registry.get_sample_value(f"sglang:k3_{name}", {"tp_rank": "0", "model_name": "k3", **label})
 
     yield value
-    for metric in [*host.cache._metrics._metrics.values()]:
+    for metric in host.cache._metrics.metrics.values():
         registry.unregister(metric)
 
 
@@ -274,6 +276,15 @@ def test_its_figures_are_those_of_the_engine(host: Host, published: Callable[...
     assert published("checkpoints_evicted_total", reason="for a slot") == 0, "there from the start"
 
 
+def test_every_series_is_there_from_the_start_as_the_readme_lists_them(host: Host) -> None:
+    seen = collections.defaultdict(list)
+    for metric, value, _ in readings(host.cache.engine):
+        seen[metric].append(value)
+    assert {metric: sorted(values) for metric, values in seen.items()} == {
+        metric: sorted(metric.values or [""]) for metric in METRICS
+    }
+
+
 def test_each_rank_s_scheduler_publishes_where_the_host_does(host: Host) -> None:
     """Not where the host keeps no metrics of its own, nor for another tree."""
     seen = []
@@ -296,6 +307,28 @@ def test_a_scheduler_describes_its_cache_when_asked_for_it(host: Host) -> None:
     other = SimpleNamespace(tree_cache=object())
     assert seam_cache_report._answer(never, other, question).internal_state == {"other": "object"}
     assert seam_cache_report._answer(lambda scheduler, request: 7, scheduler, GetInternalStateReq()) == 7
+
+
+def test_the_report_needs_the_key_that_the_host_s_own_information_needs() -> None:
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import _get_auth_level_from_app_and_scope, decide_request_auth
+
+    def is_allowed(path: str, key: str | None) -> bool:
+        scope = {"type": "http", "method": "GET", "path": path, "headers": [], "root_path": ""}
+        level = _get_auth_level_from_app_and_scope(app, scope)
+        header = key and f"Bearer {key}"
+        keys = {"api_key": "user", "admin_api_key": "admin"}
+        return decide_request_auth(
+            method="GET", path=path, authorization_header=header, auth_level=level, **keys
+        ).allowed
+
+    routes = len(app.routes)
+    seam_cache_report._add_endpoint(lambda args: None, SimpleNamespace(is_k3=False))
+    assert len(app.routes) == routes
+    seam_cache_report._add_endpoint(lambda args: None, SimpleNamespace(is_k3=True))
+    assert ENDPOINT in {getattr(route, "path", None) for route in app.routes}
+    for path in (ENDPOINT, "/server_info"):
+        assert [is_allowed(path, key) for key in (None, "guess", "user")] == [False, False, True]
 
 
 def never(*args: object) -> None:

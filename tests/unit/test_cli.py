@@ -33,7 +33,9 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["tiny", "--help"], ["doctor", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["tiny", "--help"], ["doctor", "--help"], ["cache-report", "--help"]], ids=" ".join
+)
 def test_help_shows_commands_to_copy(capsys: pytest.CaptureFixture[str], argv: list[str]):
     with pytest.raises(SystemExit) as caught:
         cli.main(argv)

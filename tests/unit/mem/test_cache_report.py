@@ -76,7 +76,7 @@ def test_the_shares_are_of_all_that_is_held_and_fall(hand_made: dict[str, Any]) 
 def test_reasons_are_told(hand_made: dict[str, Any]) -> None:
     assert history(hand_made) == [
         "began 12 requests, 8 of them from a state, which saved 9,000 tokens",
-        "found KV behind the last state in 2: 1,300 tokens, of which 1,200 were computed again",
+        "2 found KV behind their state: 1,300 tokens, 1,200 of them computed again",
         "planted 9 states, 1 of them at forks",
         "skipped 3: no slot",
         "evicted 5 for bytes",
