@@ -8,7 +8,7 @@
     donate          after each chunk, also the last: its states and its KV go to the tree
     finish          donates what is left; discard gives it up (retraction, broken rows)
 
-A session keeps the end of its last turn; the host's streaming sessions have the host's tree until they are led here.
+A session keeps the end of its last turn, and what the next one starts from, until room is needed for who runs.
 
 Everything but the two calls around the forward is bookkeeping on the host, and may run while forwards are in flight.
 Laws: I3, reserve then commit; I4; I5, a checkpoint that finds no slot is skipped and counted.

@@ -19,7 +19,13 @@ SEQUENCES = SequenceSet(count=4, written=192)
 
 
 # K3's own prefix cache, and the host's tree with each of its strategies.
-STRATEGIES = ("auto", *(pytest.param(name, marks=pytest.mark.full) for name in ("extra_buffer", "extra_buffer_lazy")))
+STRATEGIES = (
+    pytest.param("auto", marks=pytest.mark.covers("k3")),
+    *(
+        pytest.param(name, marks=[pytest.mark.full, pytest.mark.covers("host")])
+        for name in ("extra_buffer", "extra_buffer_lazy")
+    ),
+)
 # Two hundred at once, each batch size under the next larger CUDA graph.
 WIDE_POOLS = ("--max-running-requests", "200", "--max-total-tokens", "131072", "--max-mamba-cache-size", "1000")
 
@@ -34,6 +40,7 @@ def server(request: pytest.FixtureRequest, tiny_cache: Path) -> Iterator[ServerP
         server.check_alive()
 
 
+@pytest.mark.covers("overlap", "chunks", "retract", "abort", "stream")
 @pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.full)])
 def test_every_answer_is_right_and_nothing_is_left(server: ServerProcess, tiny_cache: Path, count: int) -> None:
     sequences = ensure_continuations(ensure_tiny(tiny_cache), SEQUENCES, tiny_cache)
@@ -44,11 +51,19 @@ def test_every_answer_is_right_and_nothing_is_left(server: ServerProcess, tiny_c
 
 
 @pytest.mark.gpu
+@pytest.mark.covers("overlap", "graphs", "host", "abort", "stream")
 @pytest.mark.parametrize(
     ("flags", "env", "count", "concurrency"),
     [
         pytest.param(WIDE_POOLS, {}, 600, 200, id="two hundred at once"),
-        pytest.param((*SMALL_POOLS, "--page-size", "1"), EAGER, 300, 24, id="retracted"),
+        pytest.param(
+            (*SMALL_POOLS, "--page-size", "1"),
+            EAGER,
+            300,
+            24,
+            id="retracted",
+            marks=pytest.mark.covers("chunks", "retract"),
+        ),
     ],
 )
 def test_under_cuda_graphs(
