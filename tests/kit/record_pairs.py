@@ -38,8 +38,6 @@ def features_of(configuration: Configuration) -> set[str]:
             found.add(name)
     if "--enable-dp-attention" in flags:
         found.add("dp")
-    if "--enable-streaming-session" in flags:
-        found.add("session")
     if "--disable-overlap-schedule" not in flags and "pp" not in found:
         found.add("overlap")
     if configuration.dtype == "bfloat16":

@@ -19,6 +19,7 @@ from sglang_k3.testing.cache import ensure_tiny
 from sglang_k3.testing.server import ResponseError, ServerProcess, sglang_command
 from sglang_k3.testing.soak import EAGER, SMALL_POOLS, complaints, count_retractions, wait_until_idle
 from tests.kit.configurations import DEVICE_FLAGS, Configuration, Served
+from tests.kit.host_plugin import install_into
 from tests.kit.parity import Answer, assert_parity, generate, prompt_ids
 
 FLAGS = ("--enable-streaming-session", "--max-running-requests", "2")
@@ -35,7 +36,7 @@ in_each_configuration = pytest.mark.parametrize(
     [pytest.param(c, id=c.name, marks=pytest.mark.full if n else ()) for n, c in enumerate(CONFIGURATIONS)],
     indirect=True,
 )
-pytestmark = [pytest.mark.server, pytest.mark.covers("flush")]
+pytestmark = [pytest.mark.server, pytest.mark.covers("session", "flush")]
 LONG = 3000  # tokens of an answer that nobody waits for
 
 
@@ -176,19 +177,20 @@ def test_a_session_that_does_not_stream(served: Served) -> None:
 
 
 @pytest.fixture
-def pressed(tiny_cache: Path) -> Iterator[Served]:
+def pressed(tiny_cache: Path, tmp_path: Path) -> Iterator[Served]:
     """Room for few, and requests are taken back every so many steps."""
     folder = ensure_tiny(tiny_cache)
     configuration = Configuration("sessions-under-pressure", flags=("--enable-streaming-session", *SMALL_POOLS))
     log = tiny_cache / "logs" / "sessions-under-pressure.log"
     command = sglang_command(str(folder), *DEVICE_FLAGS, *configuration.flags)
-    with ServerProcess(command, log_path=log, env=os.environ | EAGER) as server:
+    env = os.environ | EAGER | install_into(tmp_path / "site", "tests.kit.step_ledger")
+    with ServerProcess(command, log_path=log, env=env) as server:
         yield Served(configuration, server, configuration.oracle(folder))
         server.check_alive()
 
 
 @pytest.mark.full
-@pytest.mark.covers("k3", "overlap", "chunks", "session", "retract", "abort")
+@pytest.mark.covers("k3", "overlap", "chunks", "retract", "abort")
 def test_sessions_under_pressure(pressed: Served) -> None:
     """Retracted, given up at any moment, closed beside a turn: what is answered is right, and nothing is left."""
     with ThreadPoolExecutor(6) as pool:
@@ -199,7 +201,7 @@ def test_sessions_under_pressure(pressed: Served) -> None:
         assert_parity(answer, pressed.oracle, pressed.configuration.tolerance)
     assert wait_until_idle(pressed.server) == (0, [])
     log = pressed.server.log_path.read_text()
-    assert complaints(log) == [] and count_retractions(log)[0] > 0
+    assert complaints(log) == [] and count_retractions(log)[0] > 0 and "ledger: 100 checks" in log
 
 
 def converse(served: Served, seed: int) -> list[Answer]:
