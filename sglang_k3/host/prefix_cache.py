@@ -211,10 +211,11 @@ class K3PrefixCache(BasePrefixCache):
         return True
 
     def evictable_size(self) -> int:
-        return self._tree.num_tokens - self._tree.num_protected_tokens
+        """What sessions hold is there for whom the host admits."""
+        return self._tree.num_tokens - self.protected_size()
 
     def protected_size(self) -> int:
-        return self._tree.num_protected_tokens
+        return self._tree.num_protected_tokens - self._tree.num_held_tokens
 
     def full_evictable_size(self) -> int:
         return self.evictable_size()

@@ -176,7 +176,7 @@ class CheckpointEngine:
         if node is not None:
             if source is not None:
                 self.cache.unlock_state(source)
-            self.cache.unlock(node)
+            self.cache.unlock(node, by_session=True)
 
     def evict_kv(self, num_tokens: int) -> int:
         """Free the KV of ``num_tokens`` or more, if running requests leave that much; tokens freed."""
@@ -239,7 +239,7 @@ class CheckpointEngine:
 
     def _hold(self, session: str, node: TreeNode) -> None:
         source = next((above for above in node.path() if above.checkpoint is not None), None)
-        self.cache.lock(node)
+        self.cache.lock(node, by_session=True)
         if source is not None:
             self.cache.lock_state(source)
         self.close_session(session)

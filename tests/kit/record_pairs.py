@@ -87,9 +87,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[Any]:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     date = datetime.date.today().isoformat()
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    commit = _commit()
     passed = [Row(*key, count, date, commit) for key, count in _passed.items()]
     failed = [Row(*key, 0, date, commit) for key in _failed]
     save(merged(load(), passed, failed))
+
+
+def _commit() -> str:
+    """Of the tree that is tested; a GPU host may have no repository, nor git."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

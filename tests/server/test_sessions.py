@@ -97,8 +97,6 @@ def test_each_turn_starts_from_the_last_state(talk: Talk) -> None:
     cached = [talk.turn(talk.words(90)) for _ in range(4)]
     # The prompts are 90, 200, 310 and 420 long, and the last grid point inside each has a state.
     assert cached == [0, 64, 192, 256]
-    held, _ = wait_until_idle(talk.served.server)
-    assert held == 384
 
 
 @pytest.mark.covers("abort", "stream")

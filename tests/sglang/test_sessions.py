@@ -75,6 +75,7 @@ def test_a_turn_that_ends_is_what_the_next_one_starts_from(streaming: Streaming)
 
 def test_room_for_others_is_taken_from_a_session(streaming: Streaming) -> None:
     streaming.end(streaming.begin(PROMPT), FINISH_LENGTH(0))
+    assert (streaming.host.cache.evictable_size(), streaming.host.cache.protected_size()) == (8, 0)
     assert streaming.host.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 8
     streaming.close()
     assert streaming.host.is_balanced()
