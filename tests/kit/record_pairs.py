@@ -20,6 +20,8 @@ import pytest
 from tests.kit.configurations import ON_GPU, Configuration
 from tests.kit.pairs import ROOT, Row, Where, in_order, load, merged, save
 
+SHORT_CHUNK = 128  # tokens; the prompts of served tests are longer
+
 _passed: collections.Counter[tuple[str, tuple[str, ...], Where]] = collections.Counter()
 _failed: set[tuple[str, tuple[str, ...], Where]] = set()
 
@@ -32,10 +34,12 @@ def features_of(configuration: Configuration) -> set[str]:
         ("--tp-size", "tp"),
         ("--ep-size", "ep"),
         ("--pp-size", "pp"),
-        ("--chunked-prefill-size", "chunks"),  # of every server that has it, many prompts are longer
     ):
         if flag in flags and flags[flags.index(flag) + 1] != "1":
             found.add(name)
+    if "--chunked-prefill-size" in flags:
+        chunk = int(flags[flags.index("--chunked-prefill-size") + 1])
+        found |= {"chunks"} if chunk <= SHORT_CHUNK else set()
     if "--enable-dp-attention" in flags:
         found.add("dp")
     if "--disable-overlap-schedule" not in flags and "pp" not in found:

@@ -80,6 +80,7 @@ def test_a_file_holds_what_was_saved(monkeypatch: pytest.MonkeyPatch, tmp_path) 
         (("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"), {"overlap", "tp", "dp", "k3"}),
         (("--mamba-radix-cache-strategy", "extra_buffer"), {"overlap", "host"}),
         (("--disable-radix-cache", "--chunked-prefill-size", "64"), {"overlap", "chunks"}),
+        (("--chunked-prefill-size", "2048"), {"overlap", "k3"}),
     ],
 )
 def test_flags_say_what_a_server_has(flags: tuple[str, ...], found: set[str]) -> None:
