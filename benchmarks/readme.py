@@ -5,14 +5,15 @@
 A table stands between ``<!-- rows: TOPIC -->`` (figures of ``benchmarks/results/TOPIC.json``),
 ``<!-- impls: TOPIC -->`` (those of several implementations, side by side), ``<!-- metrics: TOPIC -->`` (likewise of
 several metrics), ``<!-- slice -->`` (of the unit slice, likewise its two routings), ``<!-- cache -->`` (hit rates of
-the cache traces), ``<!-- prometheus -->`` (what the prefix cache adds to ``/metrics``) or ``<!-- seams -->`` (the
-ledger of the plugin) and ``<!-- end -->``; nothing in between is written by hand. The plot of the cache traces is
-drawn anew beside them.
+the cache traces), ``<!-- prometheus -->`` (what the prefix cache adds to ``/metrics``), ``<!-- pairs -->``
+(``tests/pairs.json``, features that tests have shown together) or ``<!-- seams -->`` (the ledger of the plugin) and
+``<!-- end -->``; nothing in between is written by hand. The plot of the cache traces is drawn anew beside them.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 
 from cache_plot import FILE, TITLES, svg
 from rows import ROOT, load
@@ -20,8 +21,12 @@ from rows import ROOT, load
 from sglang_k3.host.prefix_cache_metrics import METRICS
 from sglang_k3.integration.seams import SEAMS
 
+sys.path.append(str(ROOT))  # the tests are no package that is installed
+
+from tests.kit import pairs  # noqa: E402
+
 _BLOCK = re.compile(
-    r"(<!-- (rows|impls|metrics|seams|slice|cache|prometheus)(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL
+    r"(<!-- (rows|impls|metrics|seams|slice|cache|prometheus|pairs)(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL
 )
 
 
@@ -31,7 +36,7 @@ def with_tables(text: str) -> str:
     def rewritten(block: re.Match[str]) -> str:
         start, kind, topic, end = block.groups()
         of_topics = {"rows": _rows, "impls": _impls, "metrics": _metrics}
-        others = {"seams": _seams, "slice": _slice, "cache": _cache, "prometheus": _prometheus}
+        others = {"seams": _seams, "slice": _slice, "cache": _cache, "prometheus": _prometheus, "pairs": _pairs}
         return start + (of_topics[kind](topic) if kind in of_topics else others[kind]()) + end
 
     return _BLOCK.sub(rewritten, text)
@@ -112,6 +117,10 @@ def _prometheus() -> str:
         lines.append(f"| `{name}` | {metric.label}: {values} |" if metric.label else f"| `{name}` | |")
         lines[-1] += f" {metric.documentation} |"
     return "\n".join(lines) + "\n"
+
+
+def _pairs() -> str:
+    return pairs.table(pairs.load())
 
 
 def _seams() -> str:

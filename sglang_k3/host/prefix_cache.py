@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from sglang.srt.environ import envs
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     DecLockRefParams,
@@ -147,7 +149,8 @@ class K3PrefixCache(BasePrefixCache):
     def admit(self, req: Req) -> Refusal | None:
         """Give a waiting request its working slot and protection; ``withdraw`` takes them back."""
         ids = req.full_untruncated_fill_ids
-        lease = self.engine.admit(req.rid, req.extra_key, ids, num_usable=req._compute_max_prefix_len(len(ids)))
+        num_usable = 0 if envs.SGLANG_RADIX_FORCE_MISS.get() else req._compute_max_prefix_len(len(ids))
+        lease = self.engine.admit(req.rid, req.extra_key, ids, num_usable=num_usable)
         if isinstance(lease, Refusal):
             return lease
         self._leases[req] = lease
@@ -186,8 +189,9 @@ class K3PrefixCache(BasePrefixCache):
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int, **kwargs: Any) -> None:
         lease = self._caught_up(req)
         kv_locs = self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle].long()
+        turn_of = self._end_turn(req)
         if is_insert:
-            self.engine.finish(lease, kv_locs)
+            self.engine.finish(lease, kv_locs, session=turn_of)
         else:
             self.engine.discard(lease, kv_locs)
         del self._leases[req]
@@ -195,6 +199,12 @@ class K3PrefixCache(BasePrefixCache):
         if is_broken(req):
             self._cache.forget(lease.node)
         self._update_metrics()
+
+    def supports_streaming_session(self) -> bool:
+        return True
+
+    def release_session(self, session_id: str) -> None:
+        self.engine.close_session(session_id)
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Room for KV. Room for states is made where a slot is taken."""
@@ -221,10 +231,11 @@ class K3PrefixCache(BasePrefixCache):
         return True
 
     def evictable_size(self) -> int:
-        return self._tree.num_tokens - self._tree.num_protected_tokens
+        """What sessions hold is there for whom the host admits."""
+        return self._tree.num_tokens - self.protected_size()
 
     def protected_size(self) -> int:
-        return self._tree.num_protected_tokens
+        return self._tree.num_protected_tokens - self._tree.num_held_tokens
 
     def full_evictable_size(self) -> int:
         return self.evictable_size()
@@ -276,6 +287,21 @@ class K3PrefixCache(BasePrefixCache):
         for token in req.output_ids[len(lease.tokens) - len(req.origin_input_ids) :]:
             self.engine.append(lease, token)
         return lease
+
+    def _end_turn(self, req: Req) -> str | None:
+        """Tell a streaming session that its turn is over, unless it is retracted; its id, if it is to be continued."""
+        session = req.session
+        if session is None or not session.streaming or not req.finished():
+            return None
+        if isinstance(req.finished_reason, FINISH_ABORT):
+            session.abort_req()  # the next turn follows the one before
+            return None
+        session.finish_req(req)
+        if session.close_on_finish:
+            # Here and not when the host comes to it, which is when each rank's own clock says so.
+            self.engine.close_session(session.session_id)
+            return None
+        return str(session.session_id)
 
     def _set_tracks(self, batch: ScheduleBatch, plans: tuple[()] | list[StepPlan]) -> None:
         """Tell the KDA backend which state to leave inside each extend, at its exact depth; nothing if none is due."""

@@ -262,7 +262,6 @@ def _choose_prefix_cache(args: K3ServerArgs) -> None:
         f"--mamba-radix-cache-strategy {args.mamba_radix_cache_strategy}": args.mamba_radix_cache_strategy != "auto",
         f"--radix-eviction-policy {args.radix_eviction_policy}": args.radix_eviction_policy != "lru",
         f"--kv-events-config {args.kv_events_config}": bool(args.kv_events_config),
-        "--enable-streaming-session": args.enable_streaming_session,
         "--enable-session-radix-cache": args.enable_session_radix_cache,
         # It would preempt for a request that then waits for its prefix.
         "--enable-priority-scheduling": args.enable_priority_scheduling and not args.disable_priority_preemption,

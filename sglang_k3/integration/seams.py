@@ -241,6 +241,31 @@ SEAMS: tuple[Seam, ...] = (
         function="install_scheduler",
     ),
     Seam(
+        name="open session",
+        targets=("sglang.srt.managers.tokenizer_manager.TokenizerManager.open_session",),
+        why="data-parallel ranks know only their own turns of a session, and other ranks end it by clocks of their own",
+        until="turns that go where the session is, and one clock for all ranks",
+        scope="main process",
+        module="seam_sessions",
+        function="install_main",
+    ),
+    Seam(
+        name="turns of a session",
+        targets=(
+            "sglang.srt.session.session_controller.Session.create_req",
+            "sglang.srt.session.session_controller.SessionReqNode.clear",
+            "sglang.srt.managers.scheduler.Scheduler.abort_request",
+            "sglang.srt.managers.scheduler.Scheduler._abort_on_waiting_timeout",
+            "sglang.srt.managers.scheduler.Scheduler._abort_on_queued_limit",
+        ),
+        why="the host waits for ever for a turn that is aborted in the queue, takes the end of a refused one for the "
+        "end of the one that runs, and dies of replace without a rid",
+        until="an end of the turn wherever a request ends, and a copy to iterate over",
+        scope="scheduler",
+        module="seam_sessions",
+        function="install_scheduler",
+    ),
+    Seam(
         name="depth of snapshots",
         targets=(
             "sglang.srt.managers.scheduler_components.batch_result_processor"

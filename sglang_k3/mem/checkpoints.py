@@ -204,13 +204,13 @@ class CheckpointCache:
             node.checkpoint.uses += 1
             self._refresh_state(node)
 
-    def lock(self, node: TreeNode) -> None:
+    def lock(self, node: TreeNode, *, by_session: bool = False) -> None:
         """Protect the KV from the root to ``node``."""
-        self.tree.inc_lock_ref(node)
+        self.tree.inc_lock_ref(node, by_session=by_session)
         self._refresh_leaf(node)
 
-    def unlock(self, node: TreeNode) -> None:
-        self.tree.dec_lock_ref(node)
+    def unlock(self, node: TreeNode, *, by_session: bool = False) -> None:
+        self.tree.dec_lock_ref(node, by_session=by_session)
         self._refresh_leaf(node)
 
     def lock_state(self, node: TreeNode) -> None:

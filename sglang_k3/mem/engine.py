@@ -8,7 +8,7 @@
     donate          after each chunk, also the last: its states and its KV go to the tree
     finish          donates what is left; discard gives it up (retraction, broken rows)
 
-A session keeps the end of its last turn; the host's streaming sessions have the host's tree until they are led here.
+A session keeps the end of its last turn, and what the next one starts from, until room is needed for who runs.
 
 Everything but the two calls around the forward is bookkeeping on the host, and may run while forwards are in flight.
 Laws: I3, reserve then commit; I4; I5, a checkpoint that finds no slot is skipped and counted.
@@ -190,7 +190,7 @@ class CheckpointEngine:
         if node is not None:
             if source is not None:
                 self.cache.unlock_state(source)
-            self.cache.unlock(node)
+            self.cache.unlock(node, by_session=True)
 
     def evict_kv(self, num_tokens: int) -> int:
         """Free the KV of ``num_tokens`` or more, if running requests leave that much; tokens freed."""
@@ -253,7 +253,7 @@ class CheckpointEngine:
 
     def _hold(self, session: str, node: TreeNode) -> None:
         source = next((above for above in node.path() if above.checkpoint is not None), None)
-        self.cache.lock(node)
+        self.cache.lock(node, by_session=True)
         if source is not None:
             self.cache.lock_state(source)
         self.close_session(session)

@@ -60,6 +60,7 @@ class TreeNode:
         depth: tokens from the root to the end of the node.
         checkpoint: the state at exactly ``depth`` tokens; None is a tombstone, whose KV is alive.
         lock_ref: how many requests and sessions use the KV from the root to here.
+        hold_ref: how many of them are sessions, which make way when a request needs the room.
         used_at: logical time of the last use of its end.
     """
 
@@ -72,6 +73,7 @@ class TreeNode:
     children: dict[Hashable, TreeNode] = dataclasses.field(default_factory=dict)
     checkpoint: Checkpoint | None = None
     lock_ref: int = 0
+    hold_ref: int = 0
     used_at: int = 0
 
     def __repr__(self) -> str:
@@ -85,6 +87,11 @@ class TreeNode:
     @property
     def is_evictable_leaf(self) -> bool:
         return self.parent is not None and not self.children and not self.lock_ref
+
+    @property
+    def is_held(self) -> bool:
+        """Whether sessions alone protect it."""
+        return 0 < self.lock_ref == self.hold_ref
 
     def path(self) -> Iterator[TreeNode]:
         """This node and its ancestors, upwards, without the root."""
@@ -114,7 +121,7 @@ class RadixTree:
         self._ids = itertools.count()
         self.root = TreeNode(next(self._ids), None, as_tokens(()), no_kv, 0, None)
         self.num_tokens = 0
-        self.num_protected_tokens = 0
+        self.num_protected_tokens = self.num_held_tokens = 0
 
     def __repr__(self) -> str:
         return f"RadixTree(page {self.page_size}: {self.num_tokens} tokens, {self.num_protected_tokens} protected)"
@@ -160,19 +167,12 @@ class RadixTree:
         self.num_tokens -= len(node.tokens)
         return parent
 
-    def inc_lock_ref(self, node: TreeNode) -> None:
+    def inc_lock_ref(self, node: TreeNode, *, by_session: bool = False) -> None:
         """Protect the KV from the root to the end of ``node``. O(path)."""
-        for on_path in node.path():
-            if on_path.lock_ref == 0:
-                self.num_protected_tokens += len(on_path.tokens)
-            on_path.lock_ref += 1
+        self._lock(node, 1, by_session)
 
-    def dec_lock_ref(self, node: TreeNode) -> None:
-        for on_path in node.path():
-            assert on_path.lock_ref > 0, f"{on_path} is not locked"
-            on_path.lock_ref -= 1
-            if on_path.lock_ref == 0:
-                self.num_protected_tokens -= len(on_path.tokens)
+    def dec_lock_ref(self, node: TreeNode, *, by_session: bool = False) -> None:
+        self._lock(node, -1, by_session)
 
     def nodes(self) -> Iterator[TreeNode]:
         """Every node but the root, parents first. O(nodes)."""
@@ -183,7 +183,7 @@ class RadixTree:
             yield node
 
     def check_invariants(self) -> None:
-        num_tokens = num_protected = 0
+        num_tokens = num_protected = num_held = 0
         for node in self.nodes():
             parent = node.parent
             assert parent is not None and node.start == parent.depth, f"I1: {node} does not begin where {parent} ends"
@@ -195,8 +195,22 @@ class RadixTree:
             assert parent is self.root or parent.lock_ref >= node.lock_ref, f"{node} is locked, {parent} is not"
             num_tokens += len(node.tokens)
             num_protected += len(node.tokens) if node.lock_ref else 0
+            num_held += len(node.tokens) if node.is_held else 0
         assert num_tokens == self.num_tokens, f"I2: {self!r} has {num_tokens} tokens"
         assert num_protected == self.num_protected_tokens, f"I2: {self!r} protects {num_protected} tokens"
+        assert num_held == self.num_held_tokens, f"I2: {self!r} counts {self.num_held_tokens} held tokens of {num_held}"
+
+    def _lock(self, node: TreeNode, step: int, by_session: bool) -> None:
+        for on_path in node.path():
+            self._count_locked(on_path, -1)
+            on_path.lock_ref += step
+            on_path.hold_ref += step * by_session
+            assert on_path.lock_ref >= on_path.hold_ref >= 0, f"{on_path} is not locked"
+            self._count_locked(on_path, 1)
+
+    def _count_locked(self, node: TreeNode, sign: int) -> None:
+        self.num_protected_tokens += sign * len(node.tokens) * (node.lock_ref > 0)
+        self.num_held_tokens += sign * len(node.tokens) * node.is_held
 
     def _child_key(self, parent: TreeNode, namespace: Namespace, tokens: array[int], start: int) -> Hashable:
         page = tokens[start : start + self.page_size].tobytes()
@@ -208,7 +222,7 @@ class RadixTree:
         assert parent is not None
         upper = TreeNode(
             next(self._ids), node.namespace, node.tokens[:cut], node.kv_locs[:cut], depth, parent,
-            lock_ref=node.lock_ref, used_at=node.used_at,
+            lock_ref=node.lock_ref, hold_ref=node.hold_ref, used_at=node.used_at,
         )  # fmt: skip
         parent.children[self._child_key(parent, node.namespace, node.tokens, 0)] = upper
         node.tokens, node.kv_locs, node.parent = node.tokens[cut:], node.kv_locs[cut:], upper

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sglang_k3.testing.tiny import find_preset
+from tests.kit import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,6 +22,18 @@ def test_the_tables_are_those_of_the_code_and_the_results(monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     with_tables = runpy.run_path(str(ROOT / "benchmarks" / "readme.py"))["with_tables"]
     assert with_tables(README) == README, "run: .venv/bin/python benchmarks/readme.py"
+
+
+def test_the_tests_that_show_pairs_are_there() -> None:
+    rows = pairs.load()
+    assert rows
+    for row in rows:
+        path, _, function = row.test.partition("::")
+        names = {
+            node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)
+        }
+        assert function in names, f"{row.test} is gone: record its file again, and remove the row from {pairs.FILE}"
+        assert pairs.in_order(row.features) == row.features and row.count > 0 and row.date
 
 
 def test_hit_rates_are_shares() -> None:

@@ -7,8 +7,10 @@ be those of the bare sequence.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -76,11 +78,24 @@ def prompt_ids(length: int, *, seed: int, vocab_size: int) -> list[int]:
     return torch.randint(vocab_size - 1, (length,), generator=generator).tolist()
 
 
-def generate(server: ServerProcess, prompt: list[int], num_tokens: int, vocab_size: int, **params: Any) -> Answer:
-    """Ask for a greedy answer with the whole distribution of every token."""
+def generate(
+    server: ServerProcess,
+    prompt: list[int],
+    num_tokens: int,
+    vocab_size: int,
+    *,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    **params: Any,
+) -> Answer:
+    """Ask for a greedy answer with the whole distribution of every token.
+
+    Args:
+        fields: of the request, beside these.
+        params: of the sampling.
+    """
     sampling = {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True, **params}
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": vocab_size}
-    reply = server.post_json("/generate", body)
+    reply = server.post_json("/generate", body | fields)
     meta = reply["meta_info"]
     logprobs = torch.full((len(reply["output_ids"]), vocab_size), torch.nan)
     for row, top in zip(logprobs, meta["output_top_logprobs"], strict=True):

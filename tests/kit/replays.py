@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,15 +17,6 @@ import torch
 
 SIZES = [1, 2, 4, 8]
 TARGET = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph"
-
-
-def install_into(folder: Path) -> Path:
-    """Make ``folder`` a place on the path where the host finds this plugin."""
-    info = folder / "replays-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: replays\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nreplays = tests.kit.replays:register\n")
-    return folder
 
 
 def register() -> None:

@@ -92,6 +92,7 @@ def test_completions_and_generate_agree(server: ServerProcess) -> None:
     assert len(choice["logprobs"]["token_logprobs"]) == completion["usage"]["completion_tokens"]
 
 
+@pytest.mark.covers("chat", "stream")
 def test_chat_streams_what_it_answers_whole(server: ServerProcess) -> None:
     whole = server.post_json("/v1/chat/completions", chat_body())
     chunks = list(server.stream("/v1/chat/completions", chat_body(stream=True)))
@@ -132,6 +133,7 @@ def test_the_end_of_message_token_of_the_config_ends_an_answer(server: ServerPro
     assert reply["usage"]["completion_tokens"] == 1
 
 
+@pytest.mark.covers("abort")
 def test_an_aborted_request_leaves_the_server_working(server: ServerProcess) -> None:
     before = generate(server)["output_ids"]
     body = {
@@ -148,6 +150,7 @@ def test_an_aborted_request_leaves_the_server_working(server: ServerProcess) -> 
     assert generate(server)["output_ids"] == before
 
 
+@pytest.mark.covers("abort", "stream")
 def test_a_client_that_leaves_a_stream_does_not_hold_the_server(server: ServerProcess) -> None:
     before = generate(server)["output_ids"]
     stream = server.stream(

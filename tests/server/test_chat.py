@@ -22,7 +22,7 @@ from sglang_k3.testing.server import ServerProcess, sglang_command
 from tests.kit.configurations import DEVICE_FLAGS
 from tests.kit.openai_chat import Call, Chat
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.covers("overlap", "k3", "chat")]
 MARKERS = (OPEN, CLOSE, SEP, END_OF_MESSAGE)
 WEATHER = {
     "type": "function",
@@ -62,6 +62,7 @@ def tokenizer(tiny_cache: Path) -> ChatTokenizer:
     return HFChatTokenizer(KimiK3TokenizerFast.from_pretrained(ensure_tiny(tiny_cache)))
 
 
+@pytest.mark.covers("grammar")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_must_come_comes_whole(chat: Chat, choice: Any, stream: bool) -> None:
@@ -95,6 +96,7 @@ def test_ids_count_over_the_conversation(chat: Chat) -> None:
     assert [call.id for call in reply.calls] == ["get_weather:1"]
 
 
+@pytest.mark.covers("grammar")
 @pytest.mark.parametrize("stream", [False, True])
 def test_json_validates(chat: Chat, stream: bool) -> None:
     schema = {

@@ -13,7 +13,7 @@ from sglang_k3.chat.segments import CLOSE, END_OF_MESSAGE, OPEN, SEP
 from sglang_k3.testing.server import ServerProcess
 from tests.kit.openai_chat import Chat, Reply
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.covers("chat")]
 MARKERS = (OPEN, CLOSE, SEP, END_OF_MESSAGE)
 
 
@@ -106,6 +106,7 @@ def test_parallel_calls_and_results_in_another_order(chat: Chat, stream: bool) -
     assert in_order == turned, "results are put in the order of their calls"
 
 
+@pytest.mark.covers("grammar")
 def test_one_call_at_most_where_parallel_ones_are_off(chat: Chat) -> None:
     question = "What is the weather in Rome and Oslo?"
     asked = chat(question, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
@@ -123,6 +124,7 @@ def test_none_means_no_call(chat: Chat) -> None:
 
 
 @both_ways
+@pytest.mark.covers("grammar")
 def test_json_validates(chat: Chat, stream: bool) -> None:
     schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
     wanted = {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema}}
@@ -133,6 +135,7 @@ def test_json_validates(chat: Chat, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"tools": TOOLS}, {"reasoning_effort": "low"}], ids=str)
+@pytest.mark.covers("stream")
 def test_streamed_is_whole(chat: Chat, options: dict[str, Any]) -> None:
     for question in ("Hello!", "What is the weather in Tokyo?", "Write a poem about love."):
         assert chat(question, stream=True, **options) == chat(question, **options)

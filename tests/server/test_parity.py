@@ -99,6 +99,7 @@ TWO_GPUS = [
 ]
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.covers("flush"),
     pytest.mark.parametrize(
         "served",
         [
@@ -182,6 +183,7 @@ def test_identical_prompts_that_arrive_together_are_computed_once(served: Served
         assert sum(len(prompt) - answer.cached_tokens for answer in answers) <= 2 * len(prompt)
 
 
+@pytest.mark.covers("salt")
 def test_salted_prompts_share_nothing(served: Served) -> None:
     flush(served)
     prompt = random_prompt(served, 130, seed=13)

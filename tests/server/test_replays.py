@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.kit.configurations import Configuration, Served, start
+from tests.kit.host_plugin import install_into
 from tests.kit.parity import assert_parity, generate, generate_together, prompt_ids
-from tests.kit.replays import SIZES, install_into
+from tests.kit.replays import SIZES
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 
@@ -27,12 +27,9 @@ CONFIGURATIONS = [
 def replayed(
     request: pytest.FixtureRequest, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    place = install_into(tmp_path_factory.mktemp("plugin") / "site")
-    path = os.pathsep.join([str(place), str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
+    env = install_into(tmp_path_factory.mktemp("plugin") / "site", "tests.kit.replays")
     base: Configuration = request.param
-    configuration = Configuration(
-        base.name, flags=(*base.flags, "--decode-log-interval", "1"), grid=base.grid, env={"PYTHONPATH": path}
-    )
+    configuration = Configuration(base.name, flags=(*base.flags, "--decode-log-interval", "1"), grid=base.grid, env=env)
     server, folder = start(configuration, tiny_cache, tiny_cache / "logs")
     with server:
         yield Served(configuration, server, configuration.oracle(folder))

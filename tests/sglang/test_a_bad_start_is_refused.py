@@ -110,9 +110,10 @@ def test_a_misspelt_name_is_refused() -> None:
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2.*without loading plugins"),
         ({"dp_size": 2}, "--dp-size 2 needs --enable-dp-attention"),
         ({"tp_size": 2, "ep_size": 2, "enable_dp_attention": True}, "give --dp-size 2, as --tp-size, instead of 1"),
-        (
+        pytest.param(
             {"tp_size": 2, "ep_size": 2, "dp_size": 2, "enable_dp_attention": True, "pp_size": 2},
             "--enable-dp-attention has not been tested with --pp-size",
+            marks=pytest.mark.refuses("dp", "pp"),
         ),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3.*not quantised"),
         ({"mamba_track_interval": 100}, "--mamba-track-interval 100 is not a multiple of 64.*use 128"),
@@ -152,13 +153,14 @@ def test_a_misspelt_name_is_refused() -> None:
             {"radix_cache_backend": "k3", "radix_eviction_policy": "lfu"},
             "--radix-eviction-policy lfu is of the host's prefix cache",
         ),
-        (
+        pytest.param(
             {"radix_cache_backend": "k3", "mamba_radix_cache_strategy": "extra_buffer"},
             "--mamba-radix-cache-strategy extra_buffer is of the host's prefix cache.*Leave out one of the two",
+            marks=pytest.mark.refuses("k3", "host"),
         ),
         (
-            {"radix_cache_backend": "k3", "enable_streaming_session": True},
-            "--enable-streaming-session is of the host's prefix cache",
+            {"radix_cache_backend": "k3", "enable_session_radix_cache": True, "radix_eviction_policy": "lru"},
+            "--enable-session-radix-cache is of the host's prefix cache",
         ),
         (
             {"radix_cache_backend": "k3", "enable_priority_scheduling": True},

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import prometheus_client
 import pytest
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GetInternalStateReq
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
@@ -42,7 +43,7 @@ class Req:
     def __init__(self, rid: str, prompt: list[int], row: int) -> None:
         self.rid, self.req_pool_idx, self.extra_key = rid, row, None
         self.origin_input_ids, self.output_ids = array("q", prompt), array("q")
-        self.mamba_pool_idx = self.finished_reason = None
+        self.mamba_pool_idx = self.finished_reason = self.session = None
         self.extend_range = SimpleNamespace(end=len(prompt))
 
     @property
@@ -54,6 +55,9 @@ class Req:
 
     def _compute_max_prefix_len(self, length: int) -> int:
         return length - 1
+
+    def finished(self) -> bool:
+        return self.finished_reason is not None
 
 
 class Host:
@@ -361,3 +365,20 @@ def test_it_has_what_the_host_s_base_class_asks_for() -> None:
         mine = [p.name for p in inspect.signature(method).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         expected = [p.name for p in inspect.signature(theirs).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         assert mine[: len(expected)] == expected, name
+
+
+def test_the_host_s_switch_that_forces_a_miss_is_honoured(host: Host) -> None:
+    """``SGLANG_RADIX_FORCE_MISS``: what is cached is not used, and what is computed again gets no second place."""
+    for row in (1, 2):
+        req = host.admit("first", PROMPT, row)
+        host.extend(req)
+        host.finish(req)
+        if row == 1:
+            assert len(host.matched(PROMPT)) == 8
+    with envs.SGLANG_RADIX_FORCE_MISS.override(True):
+        req = host.admit("missed", PROMPT)
+        assert len(req.prefix_indices) == 0
+        host.extend(req)
+        host.finish(req)
+    assert len(host.matched(PROMPT)) == 8 == host.cache.total_size()
+    assert host.is_balanced()

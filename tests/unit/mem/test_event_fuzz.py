@@ -41,6 +41,7 @@ def server(seed: int, policy: PolicyName = DEFAULT_POLICY) -> Scheduler:
     )
 
 
+@pytest.mark.covers("k3", "overlap", "chunks", "pages", "retract", "abort", "flush", "salt", "session")
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_every_law_holds_after_every_event(seed: int):
     player = Player(server(seed))

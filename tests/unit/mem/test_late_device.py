@@ -78,6 +78,7 @@ def a_source_becomes_a_working_slot(stream: DelayedStream, *, is_poisoned: bool)
     return server
 
 
+@pytest.mark.covers("k3", "overlap", "chunks", "abort")
 @pytest.mark.parametrize("late", [1, 8, 1000])
 @pytest.mark.parametrize("is_poisoned", [False, True], ids=["stale", "poisoned"])
 def test_late_work_races_with_nothing(late: int, is_poisoned: bool):

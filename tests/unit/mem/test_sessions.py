@@ -37,6 +37,21 @@ def test_what_a_session_holds_is_not_evicted():
     assert cached == 64
 
 
+def test_what_sessions_alone_hold_is_there_for_who_runs():
+    """A scheduler that counts it as taken would wait for ever for the room that it has."""
+    server = small_server(chunk=64)
+    history, _ = turn(server, [], ids(100, seed=1))
+    assert server.tree.num_held_tokens == server.tree.num_protected_tokens == 64
+    server.arrive("shares", history[:80] + ids(90, seed=3), 4)
+    server.step()
+    assert (server.tree.num_held_tokens, server.tree.num_protected_tokens) == (0, 64)
+    server.run()
+    assert server.tree.num_held_tokens == 64
+    server.engine.close_session("s")
+    assert server.tree.num_held_tokens == 0
+    server.check()
+
+
 def test_a_closed_session_holds_nothing():
     server = small_server()
     history, _ = turn(server, [], ids(100, seed=1))

@@ -235,6 +235,7 @@ def test_after_retraction_while_prefilling(server: Scheduler):
     assert request.cached == [0, 128]
 
 
+@pytest.mark.covers("k3", "overlap", "chunks", "salt", "lora")
 def test_salted_and_adapted_prompts_share_nothing(server: Scheduler):
     prompt = ids(200, seed=13)
     counts = [server.serve(prompt, namespace=namespace).cached for namespace in (None, "salt", "adapter", "salt")]
