@@ -118,8 +118,7 @@ def as_row(result: Result, command: str) -> Row:
 
 
 def time_case(impl: Impl, inputs: Inputs) -> tuple[str, float]:
-    """Metric and microseconds of one call."""
-
+    """Metric and microseconds of one call. Weights are random bytes, which are random weights in any layout."""
     return time_call(lambda: impl.fn(*inputs.args, **inputs.kwargs))
 
 

@@ -76,7 +76,7 @@ def packed_experts() -> dict[str, Tensor]:
     def draw(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
 
-    return {
+    return {  # random bytes are random weights in any layout
         "w13": draw(0, 256, EXPERTS, 2 * EXPERT_WIDTH, LATENT // 2),
         "w2": draw(0, 256, EXPERTS, LATENT, EXPERT_WIDTH // 2),
         "w13_scale": draw(116, 121, EXPERTS, 2 * EXPERT_WIDTH, LATENT // 32),

@@ -178,7 +178,7 @@ def _draw_weights(model: torch.nn.Module) -> None:
             if name.endswith("_scale"):
                 tensor.random_(*SCALE_CODES)
             elif tensor.dtype == torch.uint8:
-                tensor.random_(0, 256)
+                tensor.random_(0, 256)  # random weights in any layout
             elif tensor.ndim == 1 and "norm" in name:
                 tensor.fill_(1.0)
             else:

@@ -16,7 +16,9 @@ from sglang_k3.kernels.dispatch import OpContext, choose
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["OPS", "OpContext", "bind"]
+    from sglang_k3.kernels.dispatch import Impl
+
+__all__ = ["OPS", "OpContext", "bind", "bind_impl"]
 
 OPS: Mapping[str, str] = {
     name: f"{__name__}.{name}"
@@ -48,6 +50,15 @@ def bind(op_name: str, ctx: OpContext) -> Callable[..., Any]:
     """The implementation of ``op_name`` for ``ctx``: a plain function that checks nothing.
 
     Raises:
+        ValueError: as ``bind_impl``.
+    """
+    return bind_impl(op_name, ctx).fn
+
+
+def bind_impl(op_name: str, ctx: OpContext) -> Impl:
+    """The same with all that is known of it, for an op whose weights may have to lie in its ``layout``.
+
+    Raises:
         ValueError: no op of that name, or no implementation that may run (see ``dispatch.choose``).
     """
     if op_name not in OPS:
@@ -56,6 +67,5 @@ def bind(op_name: str, ctx: OpContext) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _bind(op_name: str, ctx: OpContext, mode: str) -> Callable[..., Any]:
-    fn: Callable[..., Any] = choose(importlib.import_module(OPS[op_name]).IMPLS, ctx, mode).fn
-    return fn
+def _bind(op_name: str, ctx: OpContext, mode: str) -> Impl:
+    return choose(importlib.import_module(OPS[op_name]).IMPLS, ctx, mode)

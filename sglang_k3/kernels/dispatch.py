@@ -43,6 +43,24 @@ class OpContext:
 
 
 @dataclasses.dataclass(frozen=True)
+class Layout:
+    """How an implementation wants weights to lie, if not as they are published.
+
+    Attributes:
+        arguments: names of the arguments of the op that it is about.
+        apply: brings a weight, or a part of one that the layout admits, from the published layout into this, in place.
+        undo: the way back.
+    """
+
+    arguments: tuple[str, ...]
+    apply: Callable[[torch.Tensor], None]
+    undo: Callable[[torch.Tensor], None]
+
+
+PUBLISHED = Layout((), lambda _: None, lambda _: None)
+
+
+@dataclasses.dataclass(frozen=True)
 class Impl:
     """One implementation of an op.
 
@@ -50,11 +68,13 @@ class Impl:
         name: ``"reference"``, ``"triton"`` or the name of a vendor library.
         fn: the function, with the signature of the op.
         supports: ``None`` if ``fn`` can run in a context, else the reason why not, with the value it refuses.
+        layout: of the weights that ``fn`` takes. Who holds them applies it once, not at every call.
     """
 
     name: str
     fn: Callable[..., Any]
     supports: Callable[[OpContext], str | None]
+    layout: Layout = PUBLISHED
 
 
 def reference_impl(fn: Callable[..., Any]) -> Impl:

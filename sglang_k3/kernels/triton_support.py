@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_k3.env import triton_interprets
-from sglang_k3.kernels.dispatch import Impl, OpContext
+from sglang_k3.kernels.dispatch import PUBLISHED, Impl, Layout, OpContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,12 +42,17 @@ def supports_triton_up_to(**largest: int) -> Callable[[OpContext], str | None]:
     return supports
 
 
-def triton_impl(reference: Callable[..., Any], supports: Callable[[OpContext], str | None] = supports_triton) -> Impl:
+def triton_impl(
+    reference: Callable[..., Any],
+    supports: Callable[[OpContext], str | None] = supports_triton,
+    layout: Layout = PUBLISHED,
+) -> Impl:
     """The function of the same name in the ``triton_impl.py`` beside ``reference``; the first call imports it.
 
     Args:
         reference: the op in plain torch, which gives name, place and signature.
         supports: one of the functions above, or a function that asks one and adds reasons of its own.
+        layout: of the weights that the function takes.
     """
     module = f"{reference.__module__.removesuffix('.reference')}.triton_impl"
 
@@ -60,4 +65,4 @@ def triton_impl(reference: Callable[..., Any], supports: Callable[[OpContext], s
     def launch(*args: Any, **kwargs: Any) -> Any:
         return launcher()(*args, **kwargs)
 
-    return Impl("triton", launch, supports)
+    return Impl("triton", launch, supports, layout)

@@ -61,7 +61,7 @@ def largest_cases():
 
 
 def implementations(op):
-    impls = {impl.name: impl.fn for impl in importlib.import_module(OPS[op]).IMPLS}
+    impls = {impl.name: impl for impl in importlib.import_module(OPS[op]).IMPLS}
     return impls["triton"], impls["reference"]
 
 
@@ -76,12 +76,19 @@ def copied(arguments):
     return {name: clone_pool(value) if torch.is_tensor(value) else value for name, value in arguments.items()}
 
 
-def call(op, fn, arguments):
-    """The results as a tuple; tensors that are options of the op go by keyword."""
+def call(op, impl, arguments):
+    """The results as a tuple; tensors that are options of the op go by keyword.
+
+    Weights are in the layout of the implementation during the call only.
+    """
     kinds = inspect.signature(getattr(importlib.import_module(OPS[op]), op)).parameters
     args = [value for name, value in arguments.items() if kinds[name].kind is not inspect.Parameter.KEYWORD_ONLY]
     kwargs = {name: value for name, value in arguments.items() if kinds[name].kind is inspect.Parameter.KEYWORD_ONLY}
-    returned = fn(*args, **kwargs)
+    for name in impl.layout.arguments:
+        impl.layout.apply(arguments[name])
+    returned = impl.fn(*args, **kwargs)
+    for name in impl.layout.arguments:
+        impl.layout.undo(arguments[name])
     return returned if isinstance(returned, tuple) else () if returned is None else (returned,)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import itertools
 import logging
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,9 @@ from torch import Tensor
 
 from sglang_k3.errors import CheckpointError
 from sglang_k3.kernels import OpContext, latent_experts
+from sglang_k3.kernels.dispatch import choose
 from sglang_k3.models.kimi_k3 import KimiK3ForConditionalGeneration
+from sglang_k3.models.text import experts as experts_module
 from sglang_k3.models.text.experts import RoutedExperts
 from sglang_k3.models.text.weights import load_checkpoint
 from sglang_k3.testing.presets import PRESETS
@@ -183,6 +189,72 @@ def test_scales_that_a_kernel_cannot_decode_decide_which_op_runs(code: int, code
     kernel, *_ = latent_experts.IMPLS
     reason = kernel.supports(OpContext(torch.device("cpu"), torch.bfloat16, sizes))
     assert reason is not None and ("scale codes" in reason) == (codes != (64, 190))
+
+
+@pytest.fixture
+def moved_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, the op that comes first wants weights in a layout of its own."""
+    kernel, reference = latent_experts.IMPLS
+
+    def run_back(*args: Any, w13_scale: Tensor | None, **kwargs: Any) -> Any:
+        *inputs, w13, w2 = args
+        weights = w13.clone(), w2.clone()
+        for weight in weights:
+            kernel.layout.undo(weight)
+        return reference.fn(*inputs, *weights, w13_scale=w13_scale, **kwargs)
+
+    def supports(ctx: OpContext) -> str | None:
+        reason = kernel.supports(ctx)
+        return reason if reason is not None and "scale codes" in reason else None
+
+    impls = (dataclasses.replace(kernel, fn=functools.wraps(reference.fn)(run_back), supports=supports), reference)
+    monkeypatch.setattr(experts_module, "bind_impl", lambda op, ctx: choose(impls, ctx))
+
+
+def outputs_of(experts: RoutedExperts) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    latent = torch.randn(9, experts.latent_size, generator=generator)
+    ids = torch.arange(18, dtype=torch.int32).view(9, 2) % experts.num_experts
+    return experts(latent, torch.full((9, 2), 0.5), ids)
+
+
+def restore(experts: RoutedExperts) -> None:
+    for name in experts.latent_experts.layout.arguments:
+        experts.latent_experts.layout.undo(getattr(experts, name))
+
+
+@pytest.mark.usefixtures("moved_weights")
+@pytest.mark.parametrize("stored", ["mxfp4", "bf16"])
+def test_weights_lie_as_their_op_wants_them(stored: str) -> None:
+    """Also those of a second checkpoint, and of one that broke off: the host rolls such an update back."""
+    tiny = tiny_k3(experts=stored)
+    model = tiny.build()
+    names = list(tiny.tensors)
+    for kept in (names, names[: len(names) // 2], names):
+        with contextlib.nullcontext() if kept is names else pytest.raises(CheckpointError, match="missing"):
+            model.load_weights((name, tiny.tensors[name]) for name in kept)
+        outputs = outputs_of(experts_of(model))
+        restore(experts_of(model))
+        assert_experts(experts_of(model), tiny, 1)
+        for name in experts_of(model).latent_experts.layout.arguments:
+            experts_of(model).latent_experts.layout.apply(getattr(experts_of(model), name))
+        assert outputs.any()
+        assert_bitwise(outputs_of(experts_of(model)), outputs)
+
+
+@pytest.mark.usefixtures("moved_weights")
+@pytest.mark.parametrize("name", ["experts.0.w1", "experts.5.w2", "experts.7.w3"])
+def test_weights_that_are_there_follow_when_the_op_changes(name: str) -> None:
+    tiny = tiny_k3()
+    scale = tiny.tensors[f"{MOE}{name}.weight_scale"].clone()
+    scale[0, 0] = 0
+    model = tiny.build()
+    model.load_weights((dict(tiny.tensors) | {f"{MOE}{name}.weight_scale": scale}).items())
+    assert [experts_of(model, layer).latent_experts.name for layer in (1, 2)] == ["reference", "triton"]
+    changed = dataclasses.replace(tiny, tensors=dict(tiny.tensors) | {f"{MOE}{name}.weight_scale": scale})
+    assert_experts(experts_of(model, 1), changed, 1)
+    restore(experts_of(model, 2))
+    assert_experts(experts_of(model, 2), tiny, 2)
 
 
 def test_layers_may_store_their_experts_differently() -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from sglang_k3.kernels import OPS, OpContext, bind
+from sglang_k3.kernels import OPS, OpContext, bind, bind_impl
 from sglang_k3.kernels.dispatch import Impl, choose, reference_impl
 
 CPU = OpContext(torch.device("cpu"), torch.float32)
@@ -102,6 +102,22 @@ def test_cases_are_the_same_whenever_they_are_made(op_name):
 def test_bind_gives_the_bare_implementation():
     module = importlib.import_module(OPS["situ_and_mul"])
     assert bind("situ_and_mul", CPU) is module.reference.situ_and_mul
+
+
+def test_weights_lie_as_they_are_published_unless_an_implementation_says_otherwise():
+    weight = torch.arange(4)
+    for impl in (bind_impl("situ_and_mul", CPU), Impl("triton", fast, lambda _: None)):
+        assert impl.layout.arguments == ()
+        impl.layout.apply(weight)
+        impl.layout.undo(weight)
+    assert weight.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("op_name", OPS)
+def test_a_layout_is_about_arguments_of_the_op(op_name):
+    module = importlib.import_module(OPS[op_name])
+    for impl in module.IMPLS:
+        assert set(impl.layout.arguments) <= set(inspect.signature(getattr(module, op_name)).parameters)
 
 
 def test_bind_follows_the_environment(monkeypatch):

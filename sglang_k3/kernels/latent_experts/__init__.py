@@ -10,6 +10,10 @@ Scales are data too. A kernel may decode only those between ``LOWEST_SCALE`` and
 binds the op names the extremes of its weights as sizes ``lowest_scale`` and ``highest_scale``. The op that checks its
 inputs looks them up, and waits for the device.
 
+Packed weights are published as ``mxfp4_dequant`` reads them, and so the reference takes them. The Triton kernel takes
+them in ``layout.PAIRED_WORDS``: whoever binds it moves the bits of its weights once, in place. The op that checks its
+inputs takes published weights everywhere; where a kernel runs it moves the bits of a copy, at every call.
+
 Numerics: RATIO. Which experts are hit is data, so the reference waits for the device; a kernel need not.
 """
 
@@ -17,10 +21,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_k3.kernels import OpContext, bind
+from sglang_k3.kernels import OpContext, bind_impl
 from sglang_k3.kernels.checks import BYTES, FLOATS, FP32, INTEGERS, check_dtypes, check_shapes, check_together
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.latent_experts import reference
+from sglang_k3.kernels.latent_experts.layout import PAIRED_WORDS
 from sglang_k3.kernels.triton_support import supports_triton, triton_impl
 
 if TYPE_CHECKING:
@@ -38,7 +43,10 @@ def _supports(ctx: OpContext) -> str | None:
     return supports_triton(ctx)
 
 
-IMPLS: tuple[Impl, ...] = (triton_impl(reference.latent_experts, _supports), reference_impl(reference.latent_experts))
+IMPLS: tuple[Impl, ...] = (
+    triton_impl(reference.latent_experts, _supports, PAIRED_WORDS),
+    reference_impl(reference.latent_experts),
+)
 
 
 def latent_experts(
@@ -87,7 +95,12 @@ def latent_experts(
     check_dtypes(op, FLOATS, z=z)
     check_dtypes(op, FP32, topk_weights=topk_weights)
     check_dtypes(op, INTEGERS, topk_ids=topk_ids)
-    out: Tensor = bind(op, OpContext(z.device, z.dtype, sizes))(
+    impl = bind_impl(op, OpContext(z.device, z.dtype, sizes))
+    if w13_scale is not None and impl.layout.arguments:
+        w13, w2 = w13.clone(), w2.clone()
+        impl.layout.apply(w13)
+        impl.layout.apply(w2)
+    out: Tensor = impl.fn(
         z,
         topk_weights,
         topk_ids,

@@ -14,7 +14,7 @@ TOLERANCE = "ratio"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(BaseCase):
-    """``local`` is the half-open range of experts that this rank holds."""
+    """``local`` is the half-open range of experts that this rank holds; ``strided`` inputs lie in larger tensors."""
 
     tokens: int
     latent: int
@@ -22,6 +22,7 @@ class Case(BaseCase):
     experts: int
     top_k: int
     packed: bool = False
+    strided: bool = False
     local: tuple[int, int] | None = None
     linear_beta: float | None = 25.0
 
@@ -40,6 +41,9 @@ CASES = (
     Case(tokens=70, latent=32, width=16, experts=3, top_k=2, local=(0, 2), seed=15),
     Case(tokens=170, latent=64, width=32, experts=1, top_k=1, packed=True, dtype=BF16, seed=16),
     Case(tokens=1, latent=96, width=32, experts=8, top_k=4, packed=True, local=(2, 7), dtype=BF16, seed=9),
+    Case(tokens=0, latent=32, width=32, experts=2, top_k=1, packed=True, seed=17),
+    Case(tokens=3, latent=64, width=96, experts=4, top_k=2, packed=True, strided=True, seed=18),
+    Case(tokens=5, latent=96, width=32, experts=3, top_k=2, packed=True, strided=True, dtype=BF16, seed=19),
     *(
         Case(
             tokens=tokens,
@@ -76,7 +80,16 @@ def make_inputs(case: Case, device: torch.device | str) -> Inputs:
             kwargs[f"{name}_scale"] = codes
         else:
             weights[name] = draw.normal(experts, rows, columns, scale=columns**-0.5)
+    if case.strided:
+        z, topk_weights, topk_ids = (_inside_a_larger(t) for t in (z, topk_weights, topk_ids))
+        weights = {name: _inside_a_larger(weight) for name, weight in weights.items()}
+        kwargs |= {name: _inside_a_larger(kwargs[name]) for name in ("w13_scale", "w2_scale") if name in kwargs}
     return Inputs((z, topk_weights, topk_ids, weights["w13"], weights["w2"]), kwargs)
+
+
+def _inside_a_larger(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, the last dimension cut out of one that is 16 longer at either end."""
+    return torch.nn.functional.pad(tensor, (16, 16))[..., 16:-16]
 
 
 def cost(case: Case) -> Cost:

@@ -10,7 +10,8 @@ plan: each choice is a block of one.
 The product is taken as ``weight x^T``: the matrix units accept their left operand from registers, so weights are
 decoded where they are used and only their 4 bits pass through shared memory. A word of a weight holds 8 columns. For
 each tile of words, activations are laid out as all first columns of these words, then all second ones and so on, so
-that nibble i of the tile meets one stretch of a row and nothing is interleaved.
+that column i of its words meets one stretch of a row and nothing is interleaved. The bits of a pair of words lie as
+the decode takes them, not as they are published (``layout``).
 
 Sizes that change from call to call (blocks, choices) are not specialised, so that each tile is compiled once.
 
@@ -36,25 +37,23 @@ ARRANGE_BLOCK = 512
 COMBINE_BLOCK = 1024
 GROUP_WORDS = tl.constexpr(4)  # 32 values share a scale
 
-# Two bf16 at a time. Two neighbouring words go in, and the pair of their nibbles i comes out for each i. A byte of each
-# word is put at the bottom of the two halves of a register; a product with two powers of two copies a nibble to where
-# its sign belongs and to where its magnitude does: the lowest bits of the exponent and the highest of the mantissa.
-# That is 2^-126 times the value, 0.5 (a subnormal) included. The factor makes it 2^-62 times the weight and the sum is
-# multiplied by 2^62, so that one product serves all scales from 2^-63 to 2^63 exactly; beyond, weights fade to zero or
-# grow to infinity.
+# Two bf16 at a time, a column of each word of a pair: the layout has both in one register. A product with a power of
+# two brings a value to where its sign belongs and its magnitude does: the lowest bits of the exponent and the highest
+# of the mantissa. The fourth of a half lies in pieces and is put together. That is 2^-126 times the value, 0.5 (a
+# subnormal) included. The factor makes it 2^-62 times the weight and the sum is multiplied by 2^62, so that one product
+# serves all scales from 2^-63 to 2^63 exactly, and no others.
 DECODE_PTX = tl.constexpr(
-    "{ .reg .b32 bytes, bits, nil; mov.b32 nil, 0x80008000;"
+    "{ .reg .b32 bits, sign, nil; mov.b32 nil, 0x80008000;"
     + "".join(
-        f"prmt.b32 bytes, $8, $9, {0x4400 + 0x1111 * byte};"
-        + "".join(
-            f"and.b32 bits, bytes, {nibble}; mul.lo.u32 bits, bits, {copies}; and.b32 bits, bits, 0x81C081C0;"
-            f"fma.rn.bf16x2 {value}, bits, $10, nil;"
-            for value, nibble, copies in (
-                (f"${2 * byte}", 0x000F000F, 2**12 + 2**6),
-                (f"${2 * byte + 1}", 0x00F000F0, 2**8 + 2**2),
-            )
+        "".join(
+            f"mul.lo.u32 bits, {word}, {factor}; and.b32 bits, bits, 0x81C081C0;"
+            f"fma.rn.bf16x2 ${first + i}, bits, $10, nil;"
+            for i, factor in enumerate((1, 8, 64))
         )
-        for byte in range(4)
+        + f"and.b32 bits, {word}, 0x2C002C00; mul.hi.u32 bits, bits, {2**29 + 2**25}; and.b32 bits, bits, 0x01C001C0;"
+        f"mul.lo.u32 sign, {word}, 2; lop3.b32 bits, sign, 0x80008000, bits, 0xEA;"
+        f"fma.rn.bf16x2 ${first + 3}, bits, $10, nil;"
+        for word, first in (("$8", 0), ("$9", 4))
     )
     + "}"
 )
@@ -414,9 +413,9 @@ def _expert_linear(
 
 @triton.jit
 def _decode(words, codes, DOT: tl.constexpr, PTX: tl.constexpr):
-    """Each of the 8 nibbles of ``words [N, W]`` times its scale ``codes [N, W / 4]``; with PTX 2^-62 times that."""
+    """Each of the 8 columns of ``words [N, W]`` times its scale ``codes [N, W / 4]``; with PTX 2^-62 times that."""
     if PTX:
-        factors = _spread((tl.minimum(codes.to(tl.int32), 191) + 64) * 0x00800080, words.shape)
+        factors = _spread((codes.to(tl.int32) + 64) * 0x00800080, words.shape)
         values = tl.inline_asm_elementwise(
             DECODE_PTX,
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
@@ -428,9 +427,13 @@ def _decode(words, codes, DOT: tl.constexpr, PTX: tl.constexpr):
     else:
         bits = tl.where(codes == 0, 1 << 22, tl.where(codes == 255, 0x7FC00000, codes.to(tl.int32) << 23))
         factors = _spread(bits.to(tl.float32, bitcast=True), words.shape)
+        pairs = tl.reshape(words.to(tl.uint32, bitcast=True), [words.shape[0], words.shape[1] // 2, 2])
+        low_halves, high_halves = tl.split(pairs)
         values = ()
         for i in tl.static_range(8):
-            values = values + ((_e2m1(words >> (4 * i)) * factors).to(DOT),)
+            word = low_halves if i < 4 else high_halves
+            columns = tl.join(_e2m1(word & 0xFFFF, i % 4), _e2m1(word >> 16, i % 4))
+            values = values + ((tl.reshape(columns, words.shape) * factors).to(DOT),)
     # A thread has its words' nibbles already: these are all names of registers.
     even = tl.join(tl.join(values[0], values[4]), tl.join(values[2], values[6]))
     odd = tl.join(tl.join(values[1], values[5]), tl.join(values[3], values[7]))
@@ -446,11 +449,13 @@ def _spread(factors, shape: tl.constexpr):
 
 
 @triton.jit
-def _e2m1(nibbles):
-    """Value of 4-bit floats in fp32, by its bits: as in ``DECODE_PTX``."""
-    bits = nibbles.to(tl.uint32)
-    bits = ((bits & 7) << 22) | ((bits & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+def _e2m1(half, i: tl.constexpr):
+    """Value ``i`` of four in fp32, by its bits: as in ``DECODE_PTX``."""
+    if i < 3:
+        bits = (half << (3 * i)) & 0x81C0
+    else:
+        bits = ((half << 1) & 0x8000) | ((half >> 3) & 0x0180) | ((half >> 7) & 0x0040)
+    return (bits << 16).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
 
 
 @triton.jit

@@ -15,7 +15,8 @@ from torch import nn
 
 from sglang_k3.config import MXFP4_GROUP_SIZE, K3Config
 from sglang_k3.errors import ConfigError
-from sglang_k3.kernels import OpContext, bind
+from sglang_k3.kernels import OpContext, bind_impl
+from sglang_k3.kernels.dispatch import Impl
 from sglang_k3.kernels.latent_experts import HIGHEST_SCALE, LOWEST_SCALE
 from sglang_k3.models.text.weights import Loaders
 
@@ -27,7 +28,8 @@ class RoutedExperts(nn.Module):
     """Experts ``[first_expert, first_expert + E)``, each split by width over the MoE tensor-parallel group.
 
     Buffers ``w13 [E, 2I, L]`` (gate rows, then up rows) and ``w2 [E, L, I]``: the run dtype, or uint8 with
-    two values a byte beside uint8 scales ``[..., L/32]`` and ``[..., I/32]``.
+    two values a byte beside uint8 scales ``[..., L/32]`` and ``[..., I/32]``. At all times they lie as the op wants
+    them: each matrix that arrives is brought into its layout at once.
     """
 
     w13: torch.Tensor
@@ -72,13 +74,13 @@ class RoutedExperts(nn.Module):
             else:
                 self._buffer(name, (*lead, last), self.run_dtype)
                 self.register_buffer(f"{name}_scale", None, persistent=False)
-        self._choose_op()
+        self.latent_experts = self._choose_op()  # zeros lie as any layout wants them
 
-    def _choose_op(self) -> None:
+    def _choose_op(self) -> Impl:
         lowest, highest = self.scale_codes
         sizes = {"E": self.num_experts, "L": self.latent_size, "I": self.width}
         context = OpContext.of(self.w13, **sizes, lowest_scale=lowest, highest_scale=highest)
-        self.latent_experts = bind("latent_experts", context)
+        return bind_impl("latent_experts", context)
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=self.device), persistent=False)
@@ -100,9 +102,12 @@ class RoutedExperts(nn.Module):
             local = expert - self.first_expert
             if 0 <= local < self.num_experts:
                 part = self._slice_of_rank(tensor, name, suffix)
-                self._destination(local, name, suffix).copy_(part)
+                destination = self._destination(local, name, suffix)
+                destination.copy_(part)
                 if suffix == "weight_scale":
                     self._note_scales(part)
+                else:
+                    self.latent_experts.layout.apply(destination)
 
         return load
 
@@ -111,7 +116,10 @@ class RoutedExperts(nn.Module):
         lowest, highest = (int(code) for code in codes.aminmax())
         if lowest < self.scale_codes[0] or highest > self.scale_codes[1]:
             self.scale_codes = (min(lowest, self.scale_codes[0]), max(highest, self.scale_codes[1]))
-            self._choose_op()
+            before, self.latent_experts = self.latent_experts, self._choose_op()
+            for weight in (self.w13, self.w2):
+                before.layout.undo(weight)
+                self.latent_experts.layout.apply(weight)
 
     def _destination(self, local: int, name: str, suffix: str) -> torch.Tensor:
         stem = "w2" if name == "w2" else "w13"
@@ -129,7 +137,7 @@ class RoutedExperts(nn.Module):
 
     def forward(self, latent: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """This rank's part of the weighted expert sum, ``[T, L]``."""
-        return self.latent_experts(
+        return self.latent_experts.fn(
             latent,
             topk_weights,
             topk_ids,
