@@ -168,7 +168,10 @@ class K3PrefixCache(BasePrefixCache):
     @contextlib.contextmanager
     def forward(self, batch: ScheduleBatch) -> Iterator[None]:
         """Around the launch of the forward pass of ``batch``: restores before it, snapshots in it and behind it."""
-        plans = [self._plan(req) for req in batch.reqs]
+        reqs = batch.reqs
+        if batch.forward_mode.is_decode():
+            reqs = [req for req in reqs if not self.engine.decode_quietly(self._leases[req])]
+        plans = [self._plan(req) for req in reqs]
         self.engine.before_forward(plans)
         self._set_tracks(batch, plans)
         yield

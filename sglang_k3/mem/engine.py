@@ -3,6 +3,7 @@
     admit           match, protect, reserve a working slot; or say why not. Nothing is held on refusal
     plan_extend     before each prefill chunk: which states to keep of it
     plan_decode     before each token: whether a state is due
+    decode_quietly  instead of this and the next two, where nothing is: most tokens
     before_forward  enqueues the restores; the forward itself comes behind
     after_forward   enqueues the snapshots, and gives up protection that no copy needs any more
     donate          after each chunk, also the last: its states and its KV go to the tree
@@ -116,6 +117,19 @@ class CheckpointEngine:
         end = lease.computed + 1
         at_end = end if end % self._limits.track_interval == 0 else None
         return StepPlan(lease, lease.computed, end, at_end=self._plan_snapshot(lease, at_end))
+
+    def decode_quietly(self, lease: Lease) -> bool:
+        """Before the forward that absorbs one token of the answer: True, and all is done, if no state moves for it.
+
+        Its tokens may be appended later, but before anything else is asked of the lease.
+        """
+        end = lease.computed + 1
+        # Of two snapshots the older goes when the next token is known.
+        if lease.source is not None or len(lease.snapshots) > 1 or end % self._limits.track_interval == 0:
+            return False
+        self._slots.advance(lease.working, lease)
+        lease.computed = end
+        return True
 
     def before_forward(self, plans: Sequence[StepPlan]) -> None:
         """Enqueue what the forward of ``plans`` starts from."""

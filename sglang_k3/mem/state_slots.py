@@ -101,6 +101,13 @@ class StateSlots:
         self._move(slot_id, state)
         slot.depth = depth
 
+    def advance(self, slot_id: SlotId, owner: Owner) -> None:
+        """``written`` with one token more, of a working slot that holds a state; in every step of every answer."""
+        slot = self._slots[slot_id]
+        if slot.owner is not owner or slot.state is not SlotState.LIVE or slot.depth is None:
+            raise SlotError(f"{owner!r} cannot go on from {self._describe(slot_id)}.")
+        slot.depth += 1
+
     def donate(self, slot_id: SlotId, owner: Owner, *, to: Owner, depth: int) -> None:
         """Hand a snapshot over for good. No byte moves.
 

@@ -187,12 +187,16 @@ class Scheduler:
                 self.num_prefilled += end - lease.computed
                 plans.append((request, self.engine.plan_extend(lease, end)))
             elif self._extend_kv(request, lease.computed + 1):
-                plans.append((request, self.engine.plan_decode(lease)))
+                start = lease.computed
+                is_quiet = self.engine.decode_quietly(lease)
+                plan = StepPlan(lease, start, start + 1) if is_quiet else self.engine.plan_decode(lease)
+                plans.append((request, plan))
         return [(request, plan) for request, plan in plans if plan.lease is request.lease]
 
     def _launch(self, plans: list[tuple[Request, StepPlan]]) -> None:
         self._count_slots([plan for _, plan in plans])
-        self.engine.before_forward([plan for _, plan in plans])
+        due = [plan for _, plan in plans if plan.end > plan.lease.computed]  # the others decode quietly
+        self.engine.before_forward(due)
         results: list[int] = []
         rows = [
             Row(
@@ -207,7 +211,7 @@ class Scheduler:
         ]
         work = DeviceWork("forward", functools.partial(self._forward, rows, results), *self._touched(rows))
         self.stream.enqueue(work)
-        self.engine.after_forward([plan for _, plan in plans])
+        self.engine.after_forward(due)
         launched = [(request, plan.lease, plan) for request, plan in plans]
         self.launched.append(Launched(work, launched, results))
 

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_k3.config import K3Config
 from sglang_k3.host.prefix_cache import K3PrefixCache
@@ -83,22 +84,29 @@ class Host:
 
     def extend(self, req: Req, end: int | None = None) -> SimpleNamespace:
         """Launch the forward of a chunk; what the batch carried while it was launched."""
-        start, req.extend_range.end = len(req.prefix_indices), end or len(req.origin_input_ids)
+        start, end = len(req.prefix_indices), end or len(req.origin_input_ids)
         self.pool.req_to_token[req.req_pool_idx, :start] = req.prefix_indices.int()
-        new = self.allocator.alloc(req.extend_range.end - start)
-        self.pool.req_to_token[req.req_pool_idx, start : req.extend_range.end] = new.int()
-        batch = SimpleNamespace(reqs=[req])
+        return self._forward(req, ForwardMode.EXTEND, start, end)
+
+    def decode(self, req: Req) -> None:
+        """Launch the next step of an answer; the host may not know yet which token it absorbs."""
+        assert self._forward(req, ForwardMode.DECODE, req.extend_range.end, req.extend_range.end + 1).reqs == [req]
+
+    def _forward(self, req: Req, mode: ForwardMode, start: int, end: int) -> SimpleNamespace:
+        req.extend_range.end = end
+        self.pool.req_to_token[req.req_pool_idx, start:end] = self.allocator.alloc(end - start).int()
+        batch = SimpleNamespace(reqs=[req], forward_mode=mode)
         with self.cache.forward(batch):
             seen = SimpleNamespace(**vars(batch))
             self.pool.mamba_allocator.moves.run()
-            self.temporal[:, req.mamba_pool_idx] = req.extend_range.end  # the model: here a state is its depth
+            self.temporal[:, req.mamba_pool_idx] = end  # the model: here a state is its depth
             if seen.mamba_track_mask is not None:
                 self.temporal[:, seen.mamba_track_indices] = seen.mamba_track_seqlens.float()
         assert batch.mamba_track_mask is None
         return seen
 
     def finish(self, req: Req, *, is_insert: bool = True) -> None:
-        self.cache.cache_finished_req(req, is_insert, kv_len_to_handle=len(req.origin_input_ids))
+        self.cache.cache_finished_req(req, is_insert, kv_len_to_handle=req.extend_range.end)
 
     def finish_all(self, *requests: tuple[str, list[int]]) -> None:
         """One after the other."""
@@ -155,6 +163,26 @@ def test_copies_run_at_the_beginning_of_the_next_forward(host: Host) -> None:
     host.finish(req)
     host.admit("again", PROMPT, row=2)
     assert host.is_balanced()
+
+
+@pytest.mark.parametrize("known_late_by", [0, 1, 5])
+def test_an_answer_leaves_its_last_certain_state(host: Host, known_late_by: int) -> None:
+    """Whenever the host learns of the tokens that it computes with."""
+    req = host.admit("answers", PROMPT)
+    host.extend(req)
+    answer = [100 + n for n in range(8)]
+    for n in range(7):  # at the end, 17 tokens are computed and 18 are known
+        req.output_ids.extend(answer[len(req.output_ids) : n + 1 - known_late_by])
+        host.decode(req)
+        host.cache.sanity_check()
+        assert len(host.cache._leases[req].slot_ids) <= 4
+    req.output_ids.extend(answer[len(req.output_ids) :])
+    host.finish(req)
+    assert host.is_balanced()
+    assert len(host.matched([*PROMPT, *answer, 0])) == 16
+    again = host.admit("again", [*PROMPT, *answer, 0], row=2)
+    host.extend(again)
+    assert host.cache._leases[again].match.state_depth == 16
 
 
 def test_a_chunk_that_another_has_cached_by_then_is_given_the_tree_s_locations(host: Host) -> None:

@@ -111,3 +111,15 @@ def test_a_pool_without_slots_is_refused(size: int, first: int):
 def test_the_counts_are_in_its_repr():
     slots, _ = slot_in(S.CHECKPOINT)
     assert repr(slots) == "StateSlots(1: 1 checkpoint)"
+
+
+def test_a_working_slot_goes_on_by_one_token_and_nothing_else_does():
+    slots = StateSlots(2)
+    slot = slots.try_alloc("a")
+    with pytest.raises(SlotError, match="cannot go on"):
+        slots.advance(slot, "a")
+    slots.written(slot, "a", state=SlotState.LIVE, depth=7)
+    slots.advance(slot, "a")
+    assert slots.depth(slot) == 8
+    with pytest.raises(SlotError, match="cannot go on"):
+        slots.advance(slot, "b")
