@@ -208,6 +208,7 @@ class K3PrefixCache(BasePrefixCache):
 
     def release_session(self, session_id: str) -> None:
         self.engine.close_session(session_id)
+        self._update_metrics()
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Room for KV. Room for states is made where a slot is taken."""

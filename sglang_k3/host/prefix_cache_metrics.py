@@ -53,7 +53,7 @@ EVICTED: Final = Metric("sglang:k3_checkpoints_evicted", "States that left the t
 SLOTS: Final = Metric(
     "sglang:k3_state_slots",
     "State slots: a snapshot is of a running request and not in the tree yet; a protected state is in the tree, and "
-    "about to be started from.",
+    "about to be started from or kept for a session.",
     "owner",
     ("free", "working", "snapshot", "cached", "protected"),
     is_gauge=True,
