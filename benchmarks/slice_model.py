@@ -100,15 +100,14 @@ class Batch:
 class Pools:
     """What the backends read of a model runner, for ``num_requests`` of up to ``length`` tokens."""
 
-    device = DEVICE
     is_draft_worker = False
     kv_cache_dtype = torch.bfloat16
 
     def __init__(self, unit: UnitSlice, num_requests: int, length: int) -> None:
         config, heads = unit.config, unit.config.kda.num_heads // unit.tp_size
         kda, mla = config.kda, config.mla
-        self.length, self.num_requests = length, num_requests
-        self.model_config = SimpleNamespace(context_len=length)
+        self.device, self.length, self.num_requests = DEVICE, length, num_requests
+        self.model_config = SimpleNamespace(context_len=length, **dataclasses.asdict(mla))
         self.server_args = get_server_args()
         num_rows = num_requests * length + 1
         kv = torch.empty(num_rows, 1, mla.latent_dim, dtype=torch.bfloat16, device=DEVICE).normal_()

@@ -50,8 +50,7 @@ class FakeRunner:
         kda, mla, layers = config.kda, config.mla, len(config.kda_layers)
         heads = kda.num_heads // tp_size
         self.server_args = get_server_args()
-        dims = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
-        self.model_config = SimpleNamespace(context_len=CONTEXT_LEN, **{dim: getattr(mla, dim) for dim in dims})
+        self.model_config = SimpleNamespace(context_len=CONTEXT_LEN, **dataclasses.asdict(mla))
         generator = torch.Generator().manual_seed(seed)
         self.kv = {
             layer: torch.full((NUM_KV_SLOTS, 1, mla.latent_dim), torch.nan) for layer in config.full_attention_layers
