@@ -49,8 +49,7 @@ def features_of(configuration: Configuration) -> set[str]:
     if ON_GPU and "disabled" not in flags:
         found.add("graphs")
     if "--disable-radix-cache" not in flags:
-        is_host = "--mamba-radix-cache-strategy" in flags or (ON_GPU and "--radix-cache-backend" not in flags)
-        found.add("host" if is_host else "k3")
+        found.add("host" if "--mamba-radix-cache-strategy" in flags else "k3")
     return found
 
 

@@ -60,7 +60,7 @@ def test_every_answer_is_right_and_nothing_is_left(
 
 
 @pytest.mark.gpu
-@pytest.mark.covers("overlap", "graphs", "host", "abort", "stream")
+@pytest.mark.covers("overlap", "graphs", "k3", "abort", "stream")
 @pytest.mark.parametrize(
     ("flags", "env", "count", "concurrency"),
     [
