@@ -297,15 +297,15 @@ class K3PrefixCache(BasePrefixCache):
         session = req.session
         if session is None or not session.streaming or not req.finished():
             return None
-        if isinstance(req.finished_reason, FINISH_ABORT):
+        is_aborted = isinstance(req.finished_reason, FINISH_ABORT)
+        if is_aborted:
             session.abort_req()  # the next turn follows the one before
-            return None
-        session.finish_req(req)
+        else:
+            session.finish_req(req)
         if session.close_on_finish:
             # Here and not when the host comes to it, which is when each rank's own clock says so.
-            self.engine.close_session(session.session_id)
-            return None
-        return str(session.session_id)
+            self.release_session(session.session_id)
+        return None if is_aborted or session.close_on_finish else str(session.session_id)
 
     def _set_tracks(self, batch: ScheduleBatch, plans: tuple[()] | list[StepPlan]) -> None:
         """Tell the KDA backend which state to leave inside each extend, at its exact depth; nothing if none is due."""

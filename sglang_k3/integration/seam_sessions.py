@@ -82,10 +82,14 @@ def _leave_the_queue(original: Callable[..., Any], scheduler: Any, *args: Any) -
     """Of the host's methods that take requests out of the queue: such a turn is over."""
     turns = [req for req in scheduler.waiting_queue if is_turn(req)]
     result = original(scheduler, *args)
-    waiting = set(map(id, scheduler.waiting_queue))
-    gone = [req for req in turns if id(req) not in waiting]
+    gone = []
+    if turns:
+        waiting = set(map(id, scheduler.waiting_queue))
+        gone = [req for req in turns if id(req) not in waiting]
     if result is True and is_turn(args[0]):  # the queue is full, and this one is not let in
         gone.append(args[0])
     for req in gone:
         req.session.abort_req()
+        if req.session.close_on_finish:  # now, and not when this rank's clock says so
+            scheduler.tree_cache.release_session(req.session.session_id)
     return result

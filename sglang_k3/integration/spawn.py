@@ -45,8 +45,10 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
     """Around imports: what they make is hardly ever garbage, and looking for it takes a quarter of their time."""
+    was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_on:
+            gc.enable()

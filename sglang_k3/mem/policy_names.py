@@ -21,4 +21,4 @@ def create_policy(name: PolicyName, cost: ReplayCost) -> CheckpointPolicy:
     Args:
         cost: of the whole model; must be equal on all ranks that share a tree.
     """
-    return ReplayCostPolicy(cost) if name == "replay-cost" else LRUPolicy()
+    return {"replay-cost": lambda: ReplayCostPolicy(cost), "lru": LRUPolicy}[name]()

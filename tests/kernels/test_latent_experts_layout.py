@@ -70,3 +70,11 @@ def test_zeros_and_plain_weights_lie_alike_in_both_layouts(weight):
 
 def test_the_reference_reads_what_is_published():
     assert {impl.name: impl.layout for impl in IMPLS} == {"triton": PAIRED_WORDS, "reference": PUBLISHED}
+
+
+def test_parts_of_one_memory_begin_where_triton_compiles_nothing_new() -> None:
+    from sglang_k3.kernels.latent_experts.triton_impl import part_sizes
+
+    sizes = (448, 37 * 16, 2 * 71, 2 * 1001)
+    parts = part_sizes(*sizes)
+    assert all(part % 4 == 0 and 0 <= part - size < 4 for part, size in zip(parts, sizes, strict=True))

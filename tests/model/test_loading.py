@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_k3.errors import CheckpointError
+from sglang_k3.errors import CheckpointError, ConfigError
 from sglang_k3.kernels import OpContext, latent_experts
 from sglang_k3.kernels.dispatch import choose
 from sglang_k3.models.kimi_k3 import KimiK3ForConditionalGeneration
@@ -255,6 +255,25 @@ def test_weights_that_are_there_follow_when_the_op_changes(name: str) -> None:
     assert_experts(experts_of(model, 1), changed, 1)
     restore(experts_of(model, 2))
     assert_experts(experts_of(model, 2), tiny, 2)
+
+
+@pytest.mark.parametrize("brings", ["other scales", "plain experts"])
+def test_what_another_kernel_must_decode_is_refused_once_graphs_are_captured(
+    brings: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = tiny_k3()
+    model = tiny.build()
+    model.load_weights(dict(tiny.tensors).items())
+    monkeypatch.setattr("sglang_k3.models.text.experts._is_captured", lambda latent: True)
+    before = outputs_of(experts_of(model))
+    new = dict(tiny_k3(experts="bf16").tensors)
+    if brings == "other scales":
+        scale = f"{MOE}experts.5.w1.weight_scale"
+        new = dict(tiny.tensors) | {scale: torch.zeros_like(tiny.tensors[scale])}
+    with pytest.raises(ConfigError, match="start a server with them"):
+        model.load_weights(new.items())
+    model.load_weights(dict(tiny.tensors).items())  # as the host rolls back
+    assert_bitwise(outputs_of(experts_of(model)), before)
 
 
 def test_layers_may_store_their_experts_differently() -> None:

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.managers.io_struct import SessionParams
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, BaseFinishReason
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -106,12 +106,15 @@ def test_a_turn_that_is_retracted_goes_on_later(streaming: Streaming) -> None:
     assert [node.req for node in streaming.session.req_nodes.values()] == [again]
 
 
-def test_a_session_that_is_closed_under_its_turn_holds_nothing_from_the_turn_s_end_on(streaming: Streaming) -> None:
+@pytest.mark.parametrize("reason", [FINISH_LENGTH(0), FINISH_ABORT("gone")], ids=["finished", "aborted"])
+def test_a_session_that_is_closed_under_its_turn_holds_nothing_from_the_turn_s_end_on(
+    streaming: Streaming, reason: BaseFinishReason
+) -> None:
     streaming.end(streaming.begin(PROMPT), FINISH_LENGTH(0))
     second = streaming.begin([*PROMPT, 77, 78], row=2)
     streaming.close()
     assert streaming.left_by_eviction() == 8
-    streaming.end(second, FINISH_LENGTH(0))
+    streaming.end(second, reason)
     assert streaming.left_by_eviction() == 0
     streaming.controller.maybe_reap(now=float("inf"))
     assert not streaming.controller.sessions and streaming.host.is_balanced()
@@ -149,6 +152,16 @@ def test_a_turn_that_leaves_the_queue_is_over() -> None:
         lambda scheduler, rid: scheduler.waiting_queue.remove(aborted), queue_of(aborted, plain, waiting), 0
     )
     assert not aborted.session._inflight and waiting.session._inflight
+
+
+def test_a_session_that_is_closed_while_its_turn_waits_holds_nothing_once_it_leaves() -> None:
+    released: list[str] = []
+    turn = a_turn()
+    turn.session.close_on_finish = True
+    queue = queue_of(turn)
+    queue.tree_cache = SimpleNamespace(release_session=released.append)
+    _leave_the_queue(lambda scheduler: scheduler.waiting_queue.clear(), queue)
+    assert released == ["s"]
 
 
 @pytest.mark.parametrize("is_refused", [True, False])

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from sglang_k3.kernels import OpContext, bind_impl
 from sglang_k3.kernels.checks import BYTES, FLOATS, FP32, INTEGERS, check_dtypes, check_shapes, check_together
 from sglang_k3.kernels.dispatch import Impl, reference_impl
@@ -97,7 +99,7 @@ def latent_experts(
     check_dtypes(op, INTEGERS, topk_ids=topk_ids)
     impl = bind_impl(op, OpContext(z.device, z.dtype, sizes))
     if w13_scale is not None and impl.layout.arguments:
-        w13, w2 = w13.clone(), w2.clone()
+        w13, w2 = (weight.clone(memory_format=torch.contiguous_format) for weight in (w13, w2))
         impl.layout.apply(w13)
         impl.layout.apply(w2)
     out: Tensor = impl.fn(

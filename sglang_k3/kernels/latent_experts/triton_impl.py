@@ -177,6 +177,11 @@ def _tiles(pairs_per_expert: float, *, is_packed: bool, dtype: torch.dtype) -> t
     return Tile(128, 128, k, 4, 3), Tile(32 if pairs_per_expert <= 32 else 64, 128, k, 4, 3)
 
 
+def part_sizes(*sizes: int) -> list[int]:
+    """Of int32 in one piece of memory, each begun at a multiple of 16 bytes, or Triton would compile kernels twice."""
+    return [triton.cdiv(size, 4) * 4 for size in sizes]
+
+
 def _plan(
     topk_ids: Tensor, num_experts: int, expert_offset: int, tiles: tuple[Tile, ...]
 ) -> tuple[list[Blocks], int, Tensor]:
@@ -190,7 +195,7 @@ def _plan(
         half = large // 2
         num_large = (num_pairs + min(num_pairs // (half + 1), num_hit) * (half - 1)) // large
         num_small = min(num_small, num_hit * triton.cdiv(half, small))
-    sizes = (num_experts, num_pairs, 2 * num_large, 2 * num_small)
+    sizes = part_sizes(num_experts, num_pairs, 2 * num_large, 2 * num_small)
     memory = torch.full((sum(sizes),), -1, dtype=torch.int32, device=topk_ids.device)
     last_ranks, places, *tables = memory.split(sizes)
     grid = (triton.cdiv(num_pairs, PLAN_BLOCK),)

@@ -53,10 +53,16 @@ class RoutedExperts(nn.Module):
         }
         self.run_dtype, self.device = torch.get_default_dtype(), torch.empty(0).device
         self.scale_codes = (LOWEST_SCALE, HIGHEST_SCALE)
+        self.is_in_graphs = False
         self.allocate(packed=packed)
 
     def allocate(self, *, packed: bool) -> None:
-        """(Re)create the buffers for packed or plain experts and choose the op for them."""
+        """(Re)create the buffers for packed or plain experts and choose the op for them.
+
+        Raises:
+            ConfigError: CUDA graphs hold the buffers that there are.
+        """
+        self._refuse_under_graphs(f"{'MXFP4' if packed else 'plain'} experts")
         self.packed = packed
         if packed and (self.width % MXFP4_GROUP_SIZE or self.latent_size % MXFP4_GROUP_SIZE):
             raise ConfigError(
@@ -115,11 +121,19 @@ class RoutedExperts(nn.Module):
         """No published weight has such scales, but one that does is decoded exactly all the same."""
         lowest, highest = (int(code) for code in codes.aminmax())
         if lowest < self.scale_codes[0] or highest > self.scale_codes[1]:
+            self._refuse_under_graphs(f"scale codes of {lowest} to {highest}")
             self.scale_codes = (min(lowest, self.scale_codes[0]), max(highest, self.scale_codes[1]))
             before, self.latent_experts = self.latent_experts, self._choose_op()
             for weight in (self.w13, self.w2):
                 before.layout.undo(weight)
                 self.latent_experts.layout.apply(weight)
+
+    def _refuse_under_graphs(self, what: str) -> None:
+        if self.is_in_graphs:
+            raise ConfigError(
+                f"New weights bring {what}, which another kernel decodes than the one that the CUDA graphs of this "
+                "server hold: start a server with them."
+            )
 
     def _destination(self, local: int, name: str, suffix: str) -> torch.Tensor:
         stem = "w2" if name == "w2" else "w13"
@@ -137,6 +151,7 @@ class RoutedExperts(nn.Module):
 
     def forward(self, latent: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """This rank's part of the weighted expert sum, ``[T, L]``."""
+        self.is_in_graphs |= _is_captured(latent)
         return self.latent_experts.fn(
             latent,
             topk_weights,
@@ -148,6 +163,10 @@ class RoutedExperts(nn.Module):
             expert_offset=self.first_expert,
             **self.activation,
         )
+
+
+def _is_captured(latent: torch.Tensor) -> bool:
+    return latent.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _split(total: int, ranks: int, key: str, flag: str) -> int:
