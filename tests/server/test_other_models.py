@@ -14,6 +14,7 @@ from tests.kit.llama import write_llama
 
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.full,  # in make test, their arguments are resolved with and without the plugin
     pytest.mark.skipif(torch.cuda.is_available(), reason="the flags below are those that stock SGLang needs on a CPU"),
 ]
 

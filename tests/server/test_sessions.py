@@ -33,10 +33,10 @@ CONFIGURATIONS = [
 ]
 in_each_configuration = pytest.mark.parametrize(
     "served",
-    [pytest.param(c, id=c.name, marks=pytest.mark.full if n else ()) for n, c in enumerate(CONFIGURATIONS)],
+    [pytest.param(c, id=c.name) for c in CONFIGURATIONS],
     indirect=True,
 )
-pytestmark = [pytest.mark.server, pytest.mark.covers("session", "flush")]
+pytestmark = [pytest.mark.server, pytest.mark.full, pytest.mark.covers("session", "flush")]
 TALKERS, SESSIONS, TURNS = 6, 2, 5  # at once, each one's after each other, of each
 LONG = 3000  # tokens of an answer that nobody waits for
 
@@ -188,7 +188,6 @@ def pressed(tiny_cache: Path, tmp_path: Path) -> Iterator[Served]:
         server.check_alive()
 
 
-@pytest.mark.full
 @pytest.mark.covers("k3", "overlap", "chunks", "retract", "abort")
 def test_sessions_under_pressure(pressed: Served) -> None:
     """Retracted, given up at any moment, closed beside a turn: what is answered is right, and nothing is left."""
