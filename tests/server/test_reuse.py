@@ -20,6 +20,8 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "15"}  # 
 FLAGS = (
     *("--max-running-requests", "2", "--max-mamba-cache-size", str(SLOTS), "--max-total-tokens", "8192"),
     "--enable-streaming-session",
+    # What goes first must not depend on what it costs: here it is what was used longest ago.
+    *("--k3-checkpoint-policy", "lru"),
 )
 
 
