@@ -44,7 +44,7 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Around imports: what they make is hardly ever garbage, and looking for it takes a quarter of their time."""
+    """Around imports: what they make is hardly ever garbage, and looking for it takes time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
