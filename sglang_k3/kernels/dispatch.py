@@ -48,16 +48,31 @@ class Layout:
 
     Attributes:
         arguments: names of the arguments of the op that it is about.
-        apply: brings a weight, or a part of one that the layout admits, from the published layout into this, in place.
-        undo: the way back.
+        write: ``write(name, matrix, rows, first_row)`` puts published rows, from ``first_row`` on, where they belong in
+            the contiguous ``matrix [R, C]`` of argument ``name``, which lies in this layout.
+        read: ``read(name, matrix)`` is a copy of ``matrix`` as it would be published.
     """
 
     arguments: tuple[str, ...]
-    apply: Callable[[torch.Tensor], None]
-    undo: Callable[[torch.Tensor], None]
+    write: Callable[[str, torch.Tensor, torch.Tensor, int], None]
+    read: Callable[[str, torch.Tensor], torch.Tensor]
+
+    def apply(self, name: str, weight: torch.Tensor) -> None:
+        """Bring ``weight [..., R, C]`` from the published layout into this, in place, a matrix at a time."""
+        for matrix in weight.flatten(0, -3):
+            self.write(name, matrix, matrix.clone(), 0)
+
+    def undo(self, name: str, weight: torch.Tensor) -> None:
+        """The way back."""
+        for matrix in weight.flatten(0, -3):
+            matrix.copy_(self.read(name, matrix))
 
 
-PUBLISHED = Layout((), lambda _: None, lambda _: None)
+def _write_as_published(_: str, matrix: torch.Tensor, rows: torch.Tensor, first_row: int) -> None:
+    matrix[first_row : first_row + len(rows)] = rows
+
+
+PUBLISHED = Layout((), _write_as_published, lambda _, matrix: matrix.clone())
 
 
 @dataclasses.dataclass(frozen=True)

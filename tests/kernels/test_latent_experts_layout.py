@@ -1,4 +1,4 @@
-"""The bits of packed experts are moved, none is lost, and the way back ends where it began."""
+"""Packed experts are moved, no bit is lost, and the way back ends where it began."""
 
 import itertools
 
@@ -7,13 +7,17 @@ import torch
 
 from sglang_k3.kernels.dispatch import PUBLISHED
 from sglang_k3.kernels.latent_experts import IMPLS
-from sglang_k3.kernels.latent_experts.layout import PAIRED_WORDS, PLACES
+from sglang_k3.kernels.latent_experts.layout import PLACES, TILES, in_tiles
 from tests.kit.compare import assert_bitwise
 
+NAMES = TILES.arguments
+# Bytes: rows and columns of one tile, of several, and of smaller ones behind them.
+SHAPES = [(3, 64, 48), (1, 192, 16), (2, 128, 64), (1, 320, 80), (0, 64, 16)]
 
-def moved(weight, way=PAIRED_WORDS.apply):
+
+def moved(name, weight, way=TILES.apply):
     copy = weight.clone()
-    way(copy)
+    way(name, copy)
     return copy
 
 
@@ -21,22 +25,64 @@ def random_bytes(*shape):
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
+def tiles_of(rows, row_tile, columns, column_tile):
+    """Element by element: rows and columns in the order in which they lie."""
+    for first_row, first_column in itertools.product(range(0, rows, row_tile), range(0, columns, column_tile)):
+        row_range = range(first_row, min(first_row + row_tile, rows))
+        yield from itertools.product(row_range, range(first_column, min(first_column + column_tile, columns)))
+
+
+def alternating(width):
+    """Published rows of gate and up, eight and eight, in the order in which the next product takes its columns."""
+    order = sorted(range(width), key=lambda column: int(in_tiles(torch.tensor(column), width)))
+    for eight in zip(*[iter(order)] * 8, strict=True):
+        yield from eight
+        yield from (width + row for row in eight)
+
+
+@pytest.mark.parametrize("num_columns", [32, 128, 160, 384])
+def test_products_take_one_value_of_each_word_of_a_tile_at_a_time(num_columns):
+    taken = [
+        8 * word + value
+        for first in range(0, num_columns // 8, 16)
+        for value in range(8)
+        for word in range(first, min(first + 16, num_columns // 8))
+    ]
+    places = in_tiles(torch.arange(num_columns), num_columns)
+    assert places[taken].tolist() == list(range(num_columns))
+
+
+@pytest.mark.parametrize("shape", [(128, 16), (192, 20), (320, 12)], ids=str)
+def test_scales_lie_tile_by_tile(shape):
+    rows, columns = shape
+    published = random_bytes(1, rows, columns)
+    for name, order in (("w13_scale", list(alternating(rows // 2))), ("w2_scale", list(range(rows)))):
+        expected = [published[0, order[r], c] for r, c in tiles_of(rows, 128, columns, 4)]
+        assert_bitwise(moved(name, published).flatten(), torch.stack(expected), name)
+
+
+@pytest.mark.parametrize("shape", [(128, 32), (192, 20), (320, 12)], ids=str)
+def test_words_lie_tile_by_tile(shape):
+    """Words of one bit pattern, which is the same in any order of bits, tell where their rows and pairs went."""
+    rows, words = shape
+    numbers = torch.arange(rows * words // 2).view(rows, words // 2)
+    halves = (numbers[..., None].expand(-1, -1, 4) * 40503 & 0xFFFF).to(torch.int32).short()
+    published = halves.contiguous().view(torch.uint8).view(1, rows, 4 * words)
+    one_row = moved("w2", published.view(-1, 1, 4 * words)).view(rows, words, 4)  # bits only: a row of a tile alone
+    for name, order in (("w13", list(alternating(rows // 2))), ("w2", list(range(rows)))):
+        expected = [one_row[order[r], c] for r, c in tiles_of(rows, 128, words, 16)]
+        assert_bitwise(moved(name, published).view(-1, 4), torch.stack(expected), name)
+
+
 def test_every_bit_of_a_half_has_a_place_of_its_own():
     assert sorted(itertools.chain(*PLACES)) == list(range(16))
-
-
-@pytest.mark.parametrize("shape", [(3, 5, 48), (1, 1, 16), (7, 32), (0, 4, 16), (2, 0, 16)], ids=str)
-def test_the_way_back_ends_where_it_began(shape):
-    weight = random_bytes(*shape)
-    assert_bitwise(moved(moved(weight), PAIRED_WORDS.undo), weight)
-    assert_bitwise(moved(moved(weight, PAIRED_WORDS.undo)), weight)
 
 
 def test_every_bit_goes_to_one_place():
     """Each of the 64 bits of a pair of words alone comes out as one bit, where it should be."""
     bits = torch.eye(64, dtype=torch.uint8).unflatten(1, (8, 8))
     pairs = (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)  # [bit, byte]
-    after = moved(torch.cat([pairs, torch.zeros_like(pairs)], 1))
+    after = moved("w2", torch.cat([pairs, torch.zeros_like(pairs)], 1)[:, None])[:, 0]
     assert not after[:, 8:].any()
     halves = after[:, :8].contiguous().view(torch.int16).int() & 0xFFFF  # [bit, half]
     for bit in range(64):
@@ -46,30 +92,48 @@ def test_every_bit_goes_to_one_place():
         assert_bitwise(halves[bit], expected, f"bit {bit}")
 
 
-def test_a_part_may_be_moved_by_itself():
-    weight = random_bytes(3, 6, 64)
-    parts = weight.clone()
-    for expert, rows, columns in itertools.product(range(3), (slice(4), slice(4, 6)), (slice(16), slice(16, 64))):
-        PAIRED_WORDS.apply(parts[expert, rows, columns])
-    assert_bitwise(parts, moved(weight))
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_way_back_ends_where_it_began(name, shape):
+    weight = random_bytes(*shape)
+    assert_bitwise(moved(name, moved(name, weight), TILES.undo), weight)
+    assert_bitwise(moved(name, moved(name, weight, TILES.undo)), weight)
+    for matrix, before in zip(moved(name, weight), weight, strict=True):
+        assert_bitwise(TILES.read(name, matrix), before)
 
 
-def test_what_surrounds_a_view_stays():
-    surroundings = random_bytes(2, 5, 96)
-    before = surroundings.clone()
-    PAIRED_WORDS.apply(surroundings[:, 1:4, 32:64])
-    assert_bitwise(surroundings[:, 1:4, 32:64], moved(before[:, 1:4, 32:64]))
-    surroundings[:, 1:4, 32:64] = before[:, 1:4, 32:64]
-    assert_bitwise(surroundings, before)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_may_come_one_after_the_other(name):
+    weight = random_bytes(2, 320, 80)
+    written = torch.zeros_like(weight)
+    for matrix, rows in zip(written, weight, strict=True):
+        for first, last in ((160, 320), (0, 7), (7, 160)):
+            TILES.write(name, matrix, rows[first:last], first)
+    assert_bitwise(written, moved(name, weight))
 
 
-@pytest.mark.parametrize("weight", [torch.zeros(2, 3, 32, dtype=torch.uint8), torch.randn(2, 3, 32).bfloat16()])
-def test_zeros_and_plain_weights_lie_alike_in_both_layouts(weight):
-    assert_bitwise(moved(weight), weight)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_a_larger_tensor_may_come(name):
+    """As the part of a rank."""
+    whole = random_bytes(1, 320, 112)
+    matrix = torch.zeros(320, 80, dtype=torch.uint8)
+    TILES.write(name, matrix, whole[0, :, 16:96], 0)
+    assert_bitwise(matrix, moved(name, whole[:, :, 16:96].contiguous())[0])
+
+
+def test_a_matrix_that_is_not_contiguous_is_refused():
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        TILES.write("w2_scale", random_bytes(128, 32)[:, :16], random_bytes(128, 16), 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("weight", [torch.zeros(2, 64, 32, dtype=torch.uint8), torch.randn(2, 64, 32).bfloat16()])
+def test_zeros_and_plain_weights_lie_alike_in_both_layouts(name, weight):
+    assert_bitwise(moved(name, weight), weight)
 
 
 def test_the_reference_reads_what_is_published():
-    assert {impl.name: impl.layout for impl in IMPLS} == {"triton": PAIRED_WORDS, "reference": PUBLISHED}
+    assert {impl.name: impl.layout for impl in IMPLS} == {"triton": TILES, "reference": PUBLISHED}
 
 
 def test_parts_of_one_memory_begin_where_triton_compiles_nothing_new() -> None:

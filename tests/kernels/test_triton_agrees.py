@@ -79,16 +79,17 @@ def copied(arguments):
 def call(op, impl, arguments):
     """The results as a tuple; tensors that are options of the op go by keyword.
 
-    Weights are in the layout of the implementation during the call only.
+    Weights are copied into the layout of the implementation.
     """
+    moved = {name: arguments[name] for name in impl.layout.arguments if arguments.get(name) is not None}
+    for name, weight in moved.items():
+        moved[name] = weight.clone(memory_format=torch.contiguous_format)
+        impl.layout.apply(name, moved[name])
+    arguments = arguments | moved
     kinds = inspect.signature(getattr(importlib.import_module(OPS[op]), op)).parameters
     args = [value for name, value in arguments.items() if kinds[name].kind is not inspect.Parameter.KEYWORD_ONLY]
     kwargs = {name: value for name, value in arguments.items() if kinds[name].kind is inspect.Parameter.KEYWORD_ONLY}
-    for name in impl.layout.arguments:
-        impl.layout.apply(arguments[name])
     returned = impl.fn(*args, **kwargs)
-    for name in impl.layout.arguments:
-        impl.layout.undo(arguments[name])
     return returned if isinstance(returned, tuple) else () if returned is None else (returned,)
 
 

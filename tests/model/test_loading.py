@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import logging
 import weakref
@@ -196,12 +197,13 @@ def moved_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, the op that comes first wants weights in a layout of its own."""
     kernel, reference = latent_experts.IMPLS
 
-    def run_back(*args: Any, w13_scale: Tensor | None, **kwargs: Any) -> Any:
-        *inputs, w13, w2 = args
-        weights = w13.clone(), w2.clone()
-        for weight in weights:
-            kernel.layout.undo(weight)
-        return reference.fn(*inputs, *weights, w13_scale=w13_scale, **kwargs)
+    def run_back(*args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(reference.fn).bind(*args, **kwargs).arguments
+        for name in kernel.layout.arguments:
+            if arguments[name] is not None:
+                arguments[name] = arguments[name].clone()
+                kernel.layout.undo(name, arguments[name])
+        return reference.fn(**arguments)
 
     def supports(ctx: OpContext) -> str | None:
         reason = kernel.supports(ctx)
@@ -219,8 +221,12 @@ def outputs_of(experts: RoutedExperts) -> Tensor:
 
 
 def restore(experts: RoutedExperts) -> None:
-    for name in experts.latent_experts.layout.arguments:
-        experts.latent_experts.layout.undo(getattr(experts, name))
+    for name in moved_of(experts):
+        experts.latent_experts.layout.undo(name, getattr(experts, name))
+
+
+def moved_of(experts: RoutedExperts) -> list[str]:
+    return [name for name in experts.latent_experts.layout.arguments if getattr(experts, name) is not None]
 
 
 @pytest.mark.usefixtures("moved_weights")
@@ -236,8 +242,8 @@ def test_weights_lie_as_their_op_wants_them(stored: str) -> None:
         outputs = outputs_of(experts_of(model))
         restore(experts_of(model))
         assert_experts(experts_of(model), tiny, 1)
-        for name in experts_of(model).latent_experts.layout.arguments:
-            experts_of(model).latent_experts.layout.apply(getattr(experts_of(model), name))
+        for name in moved_of(experts_of(model)):
+            experts_of(model).latent_experts.layout.apply(name, getattr(experts_of(model), name))
         assert outputs.any()
         assert_bitwise(outputs_of(experts_of(model)), outputs)
 

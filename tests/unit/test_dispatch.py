@@ -105,12 +105,16 @@ def test_bind_gives_the_bare_implementation():
 
 
 def test_weights_lie_as_they_are_published_unless_an_implementation_says_otherwise():
-    weight = torch.arange(4)
+    weight = torch.arange(4).view(1, 2, 2)
     for impl in (bind_impl("situ_and_mul", CPU), Impl("triton", fast, lambda _: None)):
         assert impl.layout.arguments == ()
-        impl.layout.apply(weight)
-        impl.layout.undo(weight)
-    assert weight.tolist() == [0, 1, 2, 3]
+        impl.layout.apply("weight", weight)
+        assert impl.layout.read("weight", weight[0]).tolist() == [[0, 1], [2, 3]]
+        impl.layout.undo("weight", weight)
+        assert weight.flatten().tolist() == [0, 1, 2, 3]
+        impl.layout.write("weight", weight[0], torch.tensor([[4.0, 5.0]]), 1)
+        assert weight.flatten().tolist() == [0, 1, 4, 5]
+        weight = torch.arange(4).view(1, 2, 2)
 
 
 @pytest.mark.parametrize("op_name", OPS)

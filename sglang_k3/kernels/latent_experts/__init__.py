@@ -11,8 +11,8 @@ binds the op names the extremes of its weights as sizes ``lowest_scale`` and ``h
 inputs looks them up, and waits for the device.
 
 Packed weights are published as ``mxfp4_dequant`` reads them, and so the reference takes them. The Triton kernel takes
-them in ``layout.PAIRED_WORDS``: whoever binds it moves the bits of its weights once, in place. The op that checks its
-inputs takes published weights everywhere; where a kernel runs it moves the bits of a copy, at every call.
+them, and their scales, in ``layout.TILES``: whoever binds it brings its weights there once. The op that checks its
+inputs takes published weights everywhere; where a kernel runs it moves a copy of them, at every call.
 
 Numerics: RATIO. Which experts are hit is data, so the reference waits for the device; a kernel need not.
 """
@@ -27,7 +27,7 @@ from sglang_k3.kernels import OpContext, bind_impl
 from sglang_k3.kernels.checks import BYTES, FLOATS, FP32, INTEGERS, check_dtypes, check_shapes, check_together
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.latent_experts import reference
-from sglang_k3.kernels.latent_experts.layout import PAIRED_WORDS
+from sglang_k3.kernels.latent_experts.layout import TILES
 from sglang_k3.kernels.triton_support import supports_triton, triton_impl
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _supports(ctx: OpContext) -> str | None:
 
 
 IMPLS: tuple[Impl, ...] = (
-    triton_impl(reference.latent_experts, _supports, PAIRED_WORDS),
+    triton_impl(reference.latent_experts, _supports, TILES),
     reference_impl(reference.latent_experts),
 )
 
@@ -98,18 +98,17 @@ def latent_experts(
     check_dtypes(op, FP32, topk_weights=topk_weights)
     check_dtypes(op, INTEGERS, topk_ids=topk_ids)
     impl = bind_impl(op, OpContext(z.device, z.dtype, sizes))
-    if w13_scale is not None and impl.layout.arguments:
-        w13, w2 = (weight.clone(memory_format=torch.contiguous_format) for weight in (w13, w2))
-        impl.layout.apply(w13)
-        impl.layout.apply(w2)
+    weights = {"w13": w13, "w2": w2}
+    if w13_scale is not None and w2_scale is not None:
+        weights |= {"w13_scale": w13_scale, "w2_scale": w2_scale}
+        for name in impl.layout.arguments:
+            weights[name] = weights[name].clone(memory_format=torch.contiguous_format)
+            impl.layout.apply(name, weights[name])
     out: Tensor = impl.fn(
         z,
         topk_weights,
         topk_ids,
-        w13,
-        w2,
-        w13_scale=w13_scale,
-        w2_scale=w2_scale,
+        **weights,
         beta=beta,
         linear_beta=linear_beta,
         expert_offset=expert_offset,

@@ -44,6 +44,9 @@ CASES = (
     Case(tokens=0, latent=32, width=32, experts=2, top_k=1, packed=True, seed=17),
     Case(tokens=3, latent=64, width=96, experts=4, top_k=2, packed=True, strided=True, seed=18),
     Case(tokens=5, latent=96, width=32, experts=3, top_k=2, packed=True, strided=True, dtype=BF16, seed=19),
+    # More rows and more words than a tile has, and a smaller one behind them.
+    Case(tokens=5, latent=288, width=96, experts=3, top_k=2, packed=True, seed=20),
+    Case(tokens=7, latent=160, width=288, experts=3, top_k=2, packed=True, dtype=BF16, seed=21),
     *(
         Case(
             tokens=tokens,

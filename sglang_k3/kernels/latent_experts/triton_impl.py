@@ -9,14 +9,14 @@ plan: each choice is a block of one.
 
 The product is taken as ``weight x^T``: the matrix units accept their left operand from registers, so weights are
 decoded where they are used and only their 4 bits pass through shared memory. A word of a weight holds 8 columns. For
-each tile of words, activations are laid out as all first columns of these words, then all second ones and so on, so
-that column i of its words meets one stretch of a row and nothing is interleaved. The bits of a pair of words lie as
-the decode takes them, not as they are published (``layout``).
+each 16 words, activations are laid out as all first columns of these words, then all second ones and so on, so that
+column i of its words meets one stretch of a row and nothing is interleaved. Packed weights and scales lie as programs
+take them, not as they are published (``layout``): otherwise a program would gather short pieces of many rows.
 
 Sizes that change from call to call (blocks, choices) are not specialised, so that each tile is compiled once.
 
 Legend: T tokens, P = T k choices, E experts, M choices of a block, N weight rows of a tile, K contracted columns,
-W = K / 8 words of a row, G = K / 32 scales of a row.
+W = K / 8 words of a row.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_k3.kernels.latent_experts import layout
 from sglang_k3.kernels.triton_math import dot_dtype, sigmoid, soft_cap
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ PLAN_BLOCK = 1024
 ARRANGE_BLOCK = 512
 COMBINE_BLOCK = 1024
 GROUP_WORDS = tl.constexpr(4)  # 32 values share a scale
+TILE_ROWS = tl.constexpr(layout.TILE_ROWS)
+TILE_WORDS = tl.constexpr(layout.TILE_WORDS)
+TILE_GROUPS = tl.constexpr(layout.TILE_GROUPS)
 
 # Two bf16 at a time, a column of each word of a pair: the layout has both in one register. A product with a power of
 # two brings a value to where its sign belongs and its magnitude does: the lowest bits of the exponent and the highest
@@ -111,7 +115,7 @@ def latent_experts(
         blocks, num_rows, places = _plan(topk_ids, num_experts, expert_offset, tiles)
         x = z.new_empty(num_rows, latent)
     _arrange[(num_tokens, triton.cdiv(latent, ARRANGE_BLOCK))](
-        z, places, x, z.stride(), TOP_K=top_k, L=latent, WORDS=tiles[-1].k if is_packed else 0, BLOCK=ARRANGE_BLOCK
+        z, places, x, z.stride(), TOP_K=top_k, L=latent, PACKED=is_packed, BLOCK=ARRANGE_BLOCK
     )
     hidden, outputs = z.new_empty(num_rows, width), z.new_empty(num_rows, latent)
     for rows, result, weight, scale, is_gate_up in (
@@ -164,11 +168,11 @@ def latent_experts(
 def _tiles(pairs_per_expert: float, *, is_packed: bool, dtype: torch.dtype) -> tuple[Tile, ...]:
     """Of large blocks, if any, and small ones.
 
-    By the mean number of choices of an expert, an upper bound where other ranks hold experts too. Both take columns in
-    the same order, so that the bits of a row do not depend on its block.
+    By the mean number of choices of an expert, an upper bound where other ranks hold experts too. All take columns in
+    the same order, so that the bits of a row do not depend on its block. Words come in whole tiles of the layout.
     """
     if dtype == torch.float32:
-        k = 8 if is_packed else 32
+        k = 16 if is_packed else 32
         small = Tile(16, 32, k, 4, 1)
         return (small,) if pairs_per_expert <= 8 else (Tile(64, 32, k, 4, 1), small)
     if pairs_per_expert <= 8:
@@ -298,11 +302,12 @@ def _enter(table, block, local, rest, is_first, M: tl.constexpr):
 
 
 @triton.jit
-def _arrange(z, places, x, z_strides, TOP_K: tl.constexpr, L: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+def _arrange(z, places, x, z_strides, TOP_K: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr):
     """Copy a token to the places of its choices, its columns in the order in which the products take them."""
     token = tl.program_id(0).to(tl.int64)
     order = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(z + token * z_strides[0] + _column(order, L, WORDS) * z_strides[1], mask=order < L)
+    columns = _column(order, L) if PACKED else order
+    values = tl.load(z + token * z_strides[0] + columns * z_strides[1], mask=order < L)
     if places is None:
         tl.store(x + order, values, mask=order < L)
     else:
@@ -312,12 +317,10 @@ def _arrange(z, places, x, z_strides, TOP_K: tl.constexpr, L: tl.constexpr, WORD
 
 
 @triton.jit
-def _column(order, K: tl.constexpr, WORDS: tl.constexpr):
-    """Which of K columns comes where: for each tile of WORDS words all their first columns, then all second ones."""
-    if WORDS == 0:  # not packed
-        return order
-    start = order // (8 * WORDS) * WORDS
-    words = tl.minimum(K // 8 - start, WORDS)
+def _column(order, K: tl.constexpr):
+    """Which of K columns comes where: the inverse of ``layout.in_tiles``."""
+    start = order // (8 * TILE_WORDS) * TILE_WORDS
+    words = tl.minimum(K // 8 - start, TILE_WORDS)
     rest = order - 8 * start
     return 8 * (start + rest % words) + rest // words
 
@@ -369,34 +372,40 @@ def _expert_linear(
     n = tl.arange(0, N)
     width: tl.constexpr = ROWS // 2 if GATE_UP else ROWS
     places = tile * (N // 2) + n // 16 * 8 + n % 8 if GATE_UP else tile * N + n
-    rows = n // 8 % 2 * width + _column(places, width, 0 if scale is None else BLOCK_K) if GATE_UP else places
     x_rows = x + x_row * K + m[:, None] * K
-    weight_rows = weight + expert.to(tl.int64) * weight_strides[0] + rows[:, None].to(tl.int64) * weight_strides[1]
     inside = places[:, None] < width
     total = tl.zeros([N, M], tl.float32)
     if scale is None:
+        rows = n // 8 % 2 * width + places if GATE_UP else places
+        weight_rows = weight + expert.to(tl.int64) * weight_strides[0] + rows[:, None].to(tl.int64) * weight_strides[1]
         for start in range(0, K, BLOCK_K):
             k = (start + tl.arange(0, BLOCK_K))[None, :]
             w = tl.load(weight_rows + k * weight_strides[2], mask=inside & (k < K), other=0.0)
             a = tl.load(x_rows + k, mask=live & (k < K), other=0.0)
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
     else:
-        scale_rows = scale + expert.to(tl.int64) * scale_strides[0] + rows[:, None].to(tl.int64) * scale_strides[1]
         PTX: tl.constexpr = ON_GPU and DOT.is_bf16()
         W: tl.constexpr = K // 8
         WHOLE: tl.constexpr = W % BLOCK_K == 0  # tiles fill the row, no column needs a check
+        first_row = tile * N // TILE_ROWS * TILE_ROWS
+        num_rows = TILE_ROWS if ROWS // TILE_ROWS * TILE_ROWS == ROWS else tl.minimum(ROWS - first_row, TILE_ROWS)
+        rows = (tile * N % TILE_ROWS + n)[:, None]
+        words_of_rows = weight + expert.to(tl.int64) * weight_strides[0] + first_row * W
+        codes_of_rows = scale + expert.to(tl.int64) * scale_strides[0] + first_row * (W // GROUP_WORDS)
+        G: tl.constexpr = W // GROUP_WORDS
+        w = tl.arange(0, BLOCK_K)[None, :]
+        g = tl.arange(0, BLOCK_K // GROUP_WORDS)[None, :]
+        k = tl.arange(0, 8 * BLOCK_K)[None, :]  # all first columns of these words, then all second ones
+        x_tile = k // TILE_WORDS % (BLOCK_K // TILE_WORDS)
         for start in range(0, W, BLOCK_K):
-            w = (start + tl.arange(0, BLOCK_K))[None, :]
-            words = tl.load(weight_rows + w * weight_strides[2], mask=inside & ((w < W) | WHOLE), other=0)
-            g = (tl.arange(0, BLOCK_K // GROUP_WORDS) + start // GROUP_WORDS)[None, :]
-            codes = tl.load(scale_rows + g * scale_strides[2], mask=inside & ((g < W // GROUP_WORDS) | WHOLE), other=0)
-            k = tl.arange(0, 8 * BLOCK_K)[None, :]
-            if WHOLE:
-                a = tl.load(x_rows + 8 * start + k, mask=live, other=0.0)
-            else:
-                words_left = tl.minimum(W - start, BLOCK_K)
-                order = 8 * start + k // BLOCK_K * words_left + k % BLOCK_K
-                a = tl.load(x_rows + order, mask=live & (k % BLOCK_K < words_left), other=0.0)
+            at, has_word = _in_tiles(start, w // TILE_WORDS, w % TILE_WORDS, rows, num_rows, W, TILE_WORDS, WHOLE)
+            words = tl.load(words_of_rows + at, mask=inside & has_word, other=0)
+            first = start // GROUP_WORDS
+            at, has_code = _in_tiles(first, g // TILE_GROUPS, g % TILE_GROUPS, rows, num_rows, G, TILE_GROUPS, WHOLE)
+            codes = tl.load(codes_of_rows + at, mask=inside & has_code, other=0)
+            # A row of x lies as if column i of all words were row i of eight.
+            at, has_column = _in_tiles(start, x_tile, k % TILE_WORDS, k // BLOCK_K, 8, W, TILE_WORDS, WHOLE)
+            a = tl.load(x_rows + at, mask=live & has_column, other=0.0)
             total = tl.dot(_decode(words, codes, DOT, PTX), tl.trans(a), total, input_precision="ieee")
             if ON_GPU:
                 # Nothing, but it reads the sum. Triton 3.6 lets products of the next round overwrite weights that a
@@ -414,6 +423,19 @@ def _expert_linear(
         places = tile * (N // 2) + tl.arange(0, N // 2)
     out_rows = out + out_row * width + m[None, :] * width
     tl.store(out_rows + places[:, None], total, mask=tl.trans(live) & (places[:, None] < width))
+
+
+@triton.jit
+def _in_tiles(
+    start, tiles, offsets, rows, num_rows, NUM_COLUMNS: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Where elements of ``rows`` lie that are ``offsets`` inside the ``tiles`` behind column ``start``.
+
+    Tiles of ``TILE`` columns of all ``num_rows`` follow one another. Returns offsets, and which columns there are.
+    """
+    tile_start = start + tiles * TILE
+    size = TILE if WHOLE else tl.minimum(NUM_COLUMNS - tile_start, TILE)
+    return tile_start * num_rows + rows * size + offsets, offsets < size
 
 
 @triton.jit

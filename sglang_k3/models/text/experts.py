@@ -29,7 +29,7 @@ class RoutedExperts(nn.Module):
 
     Buffers ``w13 [E, 2I, L]`` (gate rows, then up rows) and ``w2 [E, L, I]``: the run dtype, or uint8 with
     two values a byte beside uint8 scales ``[..., L/32]`` and ``[..., I/32]``. At all times they lie as the op wants
-    them: each matrix that arrives is brought into its layout at once.
+    them: what arrives is written into its layout at once.
     """
 
     w13: torch.Tensor
@@ -108,12 +108,11 @@ class RoutedExperts(nn.Module):
             local = expert - self.first_expert
             if 0 <= local < self.num_experts:
                 part = self._slice_of_rank(tensor, name, suffix)
-                destination = self._destination(local, name, suffix)
-                destination.copy_(part)
+                buffer = ("w2" if name == "w2" else "w13") + ("_scale" if suffix == "weight_scale" else "")
+                first_row = self.width if name == "w3" else 0
+                self.latent_experts.layout.write(buffer, getattr(self, buffer)[local], part, first_row)
                 if suffix == "weight_scale":
                     self._note_scales(part)
-                else:
-                    self.latent_experts.layout.apply(destination)
 
         return load
 
@@ -124,9 +123,10 @@ class RoutedExperts(nn.Module):
             self._refuse_under_graphs(f"scale codes of {lowest} to {highest}")
             self.scale_codes = (min(lowest, self.scale_codes[0]), max(highest, self.scale_codes[1]))
             before, self.latent_experts = self.latent_experts, self._choose_op()
-            for weight in (self.w13, self.w2):
-                before.layout.undo(weight)
-                self.latent_experts.layout.apply(weight)
+            for name in before.layout.arguments:
+                before.layout.undo(name, getattr(self, name))
+            for name in self.latent_experts.layout.arguments:
+                self.latent_experts.layout.apply(name, getattr(self, name))
 
     def _refuse_under_graphs(self, what: str) -> None:
         if self.is_in_graphs:
@@ -134,13 +134,6 @@ class RoutedExperts(nn.Module):
                 f"New weights bring {what}, which another kernel decodes than the one that the CUDA graphs of this "
                 "server hold: start a server with them."
             )
-
-    def _destination(self, local: int, name: str, suffix: str) -> torch.Tensor:
-        stem = "w2" if name == "w2" else "w13"
-        buffer = getattr(self, f"{stem}_scale" if suffix == "weight_scale" else stem)[local]
-        if name == "w2":
-            return buffer
-        return buffer[: self.width] if name == "w1" else buffer[self.width :]
 
     def _slice_of_rank(self, tensor: torch.Tensor, name: str, suffix: str) -> torch.Tensor:
         if name != "w2":
