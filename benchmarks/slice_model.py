@@ -33,6 +33,7 @@ from sglang_k3.testing.presets import K3_SIZES, published_config
 
 DEVICE = "cuda"
 SLICE_SIZES = dataclasses.replace(K3_SIZES, num_layers=4, full_attention_layers=(4,))
+PAGE = 64
 WEIGHT_SCALE = 0.02
 SCALE_CODES = (118, 122)  # of MXFP4: weights of about the same size
 
@@ -57,7 +58,7 @@ class UnitSlice:
         self.config = K3Config.from_dict(json)
         self.tp_size = tp_size
         torch.set_default_dtype(torch.bfloat16)
-        with self._as_rank(), torch.device(DEVICE):
+        with self.as_rank(), torch.device(DEVICE):
             self.model = KimiK3ForConditionalGeneration(K3HFConfig(**json))
         torch.set_default_dtype(torch.float32)
         _draw_weights(self.model)
@@ -65,7 +66,8 @@ class UnitSlice:
         self._routers = [mixture.gate.router_topk for mixture in self.mixtures]
 
     @contextlib.contextmanager
-    def _as_rank(self) -> Iterator[None]:
+    def as_rank(self) -> Iterator[None]:
+        """Inside, the host takes this process for rank 0 of ``tp_size``."""
         sizes = {"tp_size": self.tp_size, "attn_tp_size": self.tp_size, "moe_ep_size": self.tp_size, "moe_tp_size": 1}
         ranks = {"tp_rank": 0, "attn_tp_rank": 0, "moe_ep_rank": 0, "moe_tp_rank": 0}
         with get_parallel().override(**sizes, **ranks, attn_dp_size=1, attn_dp_rank=0):
@@ -82,7 +84,7 @@ class UnitSlice:
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits of the last token of every request."""
-        with self._as_rank(), forward_context(ForwardContext(attn_backend=batch.backend)), torch.no_grad():
+        with self.as_rank(), forward_context(ForwardContext(attn_backend=batch.backend)), torch.no_grad():
             hidden = self.model.model(batch.input_ids, batch.forward_batch)
             return hidden[batch.last_tokens] @ self.model.lm_head.weight.T
 
@@ -107,16 +109,18 @@ class Pools:
         config, heads = unit.config, unit.config.kda.num_heads // unit.tp_size
         kda, mla = config.kda, config.mla
         self.device, self.length, self.num_requests = DEVICE, length, num_requests
-        self.model_config = SimpleNamespace(context_len=length, **dataclasses.asdict(mla))
+        self.model_config = SimpleNamespace(
+            context_len=length, num_attention_heads=mla.num_heads, **dataclasses.asdict(mla)
+        )
         self.server_args = get_server_args()
-        num_rows = num_requests * length + 1
+        num_rows = num_requests * length + PAGE
         kv = torch.empty(num_rows, 1, mla.latent_dim, dtype=torch.bfloat16, device=DEVICE).normal_()
         slots, layers = num_requests + 1, len(config.kda_layers)
         window = (kda.short_conv_kernel_size - 1, 3 * heads * kda.head_dim)
         conv = torch.zeros(layers, slots, *window, dtype=torch.bfloat16, device=DEVICE)
         temporal = torch.zeros(layers, slots, heads, kda.head_dim, kda.head_dim, device=DEVICE)
-        self.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda layer: kv)
-        rows = torch.arange(1, num_rows, dtype=torch.int32, device=DEVICE)
+        self.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda layer: kv, page_size=PAGE)
+        rows = torch.arange(PAGE, num_rows, dtype=torch.int32, device=DEVICE)
         indices = torch.arange(1, slots, dtype=torch.int32, device=DEVICE)
         place = {layer: i for i, layer in enumerate(config.kda_layers)}
         self.req_to_token_pool = SimpleNamespace(
@@ -132,7 +136,8 @@ class Pools:
             ),
         )
         full = list(config.full_attention_layers)
-        self.backend = HybridLinearAttnBackend(K3MLABackend(self), K3KDABackend(self), full)
+        with unit.as_rank():
+            self.backend = HybridLinearAttnBackend(K3MLABackend(self), K3KDABackend(self), full)
         self.vocab_size = config.vocab_size
 
     def decode(self) -> Batch:

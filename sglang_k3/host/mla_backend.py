@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_k3.kernels import OpContext, bind
 
@@ -72,6 +73,9 @@ class K3MLABackend(AttentionBackend):
             "K": model.qk_nope_head_dim + model.qk_rope_head_dim,
             "V": model.v_head_dim,
             "D": model.kv_lora_rank + model.qk_rope_head_dim,
+            "L": model.kv_lora_rank,
+            "H": model.num_attention_heads // get_parallel().attn_tp_size,
+            "page": self.token_to_kv_pool.page_size,
         }
         context = OpContext(torch.device(model_runner.device), model_runner.kv_cache_dtype, sizes)
         self.kv_scatter = bind("kv_scatter", context)

@@ -50,7 +50,9 @@ class FakeRunner:
         kda, mla, layers = config.kda, config.mla, len(config.kda_layers)
         heads = kda.num_heads // tp_size
         self.server_args = get_server_args()
-        self.model_config = SimpleNamespace(context_len=CONTEXT_LEN, **dataclasses.asdict(mla))
+        self.model_config = SimpleNamespace(
+            context_len=CONTEXT_LEN, num_attention_heads=mla.num_heads, **dataclasses.asdict(mla)
+        )
         generator = torch.Generator().manual_seed(seed)
         self.kv = {
             layer: torch.full((NUM_KV_SLOTS, 1, mla.latent_dim), torch.nan) for layer in config.full_attention_layers
@@ -62,7 +64,7 @@ class FakeRunner:
         self._free_states = (torch.randperm(NUM_STATE_SLOTS - 1, generator=generator) + 1).tolist()
         self._free_indices = torch.randperm(NUM_REQUESTS, generator=generator).tolist()
         self._states_of = torch.zeros(NUM_REQUESTS, dtype=torch.int32)
-        self.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda layer: self.kv[layer])
+        self.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda layer: self.kv[layer], page_size=1)
         place = {layer: i for i, layer in enumerate(config.kda_layers)}
         self.req_to_token_pool = SimpleNamespace(
             req_to_token=torch.full((NUM_REQUESTS, CONTEXT_LEN), NUM_KV_SLOTS + 1, dtype=torch.int32),

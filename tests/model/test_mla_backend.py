@@ -196,4 +196,5 @@ def test_kernels_are_chosen_by_the_sizes_of_the_model(monkeypatch: pytest.Monkey
     K3MLABackend(FakeRunner(config))
     mla = config.mla
     sizes = {"K": mla.qk_head_dim, "V": mla.v_head_dim, "D": mla.latent_dim}
+    sizes |= {"L": mla.kv_lora_rank, "H": mla.num_heads, "page": 1}
     assert asked["mla_decode"].sizes == asked["mla_prefill"].sizes == sizes

@@ -8,8 +8,11 @@ heads read the same rows, and the value of a row is its latent part:
 A sequence that attends to nothing (a padding row, or a rank that owns none of it) has output 0 and lse -inf.
 
 Numerics: RATIO; fp32 inside and out, but a kernel may round the weights of 16-bit values to their dtype before it
-multiplies both. A row does not depend on the batch around it (BITWISE). No host synchronisation in
-the contract: a kernel can be captured in a CUDA graph, the reference cannot.
+multiplies both, and FlashMLA rounds the output. By the Triton kernel a row does not depend on the batch around it
+(BITWISE); by FlashMLA it does. No host synchronisation in the contract: a kernel can be captured in a CUDA graph, the
+reference cannot.
+
+Whoever binds the op and lists whole pages, each from its first row on, names their size as ``page`` (for FlashMLA).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.checks import BOOL, FLOATS, INTEGERS, check_dtypes, check_shapes
 from sglang_k3.kernels.dispatch import Impl, reference_impl
 from sglang_k3.kernels.mla_decode import reference
+from sglang_k3.kernels.mla_decode.flashmla import FLASHMLA
 from sglang_k3.kernels.triton_support import supports_triton_up_to, triton_impl
 
 if TYPE_CHECKING:
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["IMPLS", "mla_decode"]
 
 IMPLS: tuple[Impl, ...] = (
+    FLASHMLA,
     triton_impl(reference.mla_decode, supports_triton_up_to(D=576)),
     reference_impl(reference.mla_decode),
 )

@@ -93,9 +93,8 @@ def _tile(num_heads: int, dtype: tl.dtype) -> tuple[int, int, int, int]:
     """Heads and rows of a tile, warps and pipeline stages."""
     if dtype == tl.float32:
         return 16, 16, 4, 1
-    if num_heads > 32:
-        return 64, 64, 8, 3  # the queries and two tiles of rows fill the shared memory of a Hopper GPU
-    return (16 if num_heads <= 16 else 32), 32, 8, 4
+    block_h = min(64, max(16, triton.next_power_of_2(num_heads)))
+    return block_h, 64, 8, 3  # 64 queries and two tiles of rows fill the shared memory of a Hopper GPU
 
 
 @triton.jit
