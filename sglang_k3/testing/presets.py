@@ -93,28 +93,30 @@ PRESETS: dict[str, TinyPreset] = {
 
 
 # Too large for a CPU to be tested on: heads and latent rows have the sizes of K3's own, and so have the kernels' tiles.
+_GPU = TinyPreset(
+    num_layers=8,
+    attn_res_block_size=4,
+    full_attention_layers=(4, 8),
+    hidden_size=1024,
+    kda_heads=16,
+    kda_head_dim=128,
+    mla_heads=16,
+    q_lora_rank=384,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    num_experts=16,
+    top_k=4,
+    latent_size=512,
+    moe_width=256,
+    dense_width=2048,
+    vocab_size=2048,
+    max_position_embeddings=32768,
+)
 GPU_PRESETS: dict[str, TinyPreset] = {
-    "gpu": TinyPreset(
-        num_layers=8,
-        attn_res_block_size=4,
-        full_attention_layers=(4, 8),
-        hidden_size=1024,
-        kda_heads=16,
-        kda_head_dim=128,
-        mla_heads=16,
-        q_lora_rank=384,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        num_experts=16,
-        top_k=4,
-        latent_size=512,
-        moe_width=256,
-        dense_width=2048,
-        vocab_size=2048,
-        max_position_embeddings=32768,
-    ),
+    "gpu": _GPU,
+    "gpu-96-heads": dataclasses.replace(_GPU, mla_heads=96),  # as many as a rank has under data-parallel attention
 }
 
 

@@ -73,6 +73,7 @@ SMALL_POOLS = ("--max-total-tokens", "32768", "--max-running-requests", "16", "-
 HOST_TREE = ("--mamba-radix-cache-strategy", "extra_buffer")
 EAGER = ("--cuda-graph-backend-decode", "disabled")
 HEADS = {"preset": "gpu", "dtype": "bfloat16"}
+MANY_HEADS = {"preset": "gpu-96-heads", "dtype": "bfloat16"}  # FlashMLA attends
 GPU = [
     Configuration("gpu", flags=SMALL_POOLS),
     Configuration("gpu-host-tree", flags=(*SMALL_POOLS, *HOST_TREE), is_host_tree=True),
@@ -80,6 +81,7 @@ GPU = [
         "gpu-odd-bf16", preset="odd", dtype="bfloat16", flags=(*SMALL_POOLS, "--chunked-prefill-size", "64"), chunk=64
     ),
     Configuration("heads", **HEADS, flags=SMALL_POOLS),
+    Configuration("96-heads", **MANY_HEADS, flags=SMALL_POOLS),
     Configuration("heads-host-tree", **HEADS, flags=(*SMALL_POOLS, *HOST_TREE), is_host_tree=True),
     Configuration("heads-eager", **HEADS, flags=(*SMALL_POOLS, *EAGER, "--chunked-prefill-size", "128"), chunk=128),
 ]
@@ -91,8 +93,8 @@ TWO_GPUS = [
     Configuration("tp2-heads", **HEADS, flags=TWO_RANKS),
     Configuration("tp2-heads-eager-nccl", **HEADS, flags=(*TWO_RANKS, *NCCL_EAGER)),
     Configuration(
-        "dp2-heads",
-        **HEADS,
+        "dp2-96-heads",
+        **MANY_HEADS,
         flags=(*TWO_RANKS, "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention"),
         grid=0,
     ),
