@@ -57,7 +57,13 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         "prefill-16x512": {"lens": (512,) * 16, "heads": HEADS, "key_dim": HEAD_DIM, "value_dim": HEAD_DIM},
     },
     "mla_decode": {
-        f"decode-{n}x{length}": {"lens": (length,) * n, "heads": HEADS, "latent": KV_LATENT, "rope": KV_ROPE}
+        f"decode-{n}x{length}": {
+            "lens": (length,) * n,
+            "heads": HEADS,
+            "latent": KV_LATENT,
+            "rope": KV_ROPE,
+            "page": 64,
+        }
         for n, length in ((1, 8192), (1, 131072), (32, 8192), (256, 2048))
     },
     "mla_prefill": {

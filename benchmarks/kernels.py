@@ -82,7 +82,8 @@ def time_op(op: str, only: str | None, size_part: str, failed: list[tuple[str, s
                 continue
             name = f"{op}/{size}/{impl.name}"
             case = cases.Case(**{"dtype": torch.bfloat16, "timed": True, **arguments})
-            reason = impl.supports(OpContext(torch.device("cuda"), case.dtype))
+            sizes = cases.sizes(case) if hasattr(cases, "sizes") else {}
+            reason = impl.supports(OpContext(torch.device("cuda"), case.dtype, sizes))
             if reason is not None:
                 print(f"{name:<48} {reason}")
                 continue

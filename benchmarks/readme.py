@@ -80,15 +80,31 @@ def _metrics(topic: str) -> str:
 
 
 def _slice() -> str:
-    """A line per shape: milliseconds and the ratio to the floor."""
-    lines = ["| step | distinct routing | x floor | collapsed routing | x floor |", "| --- | --- | --- | --- | --- |"]
-    figures: dict[str, dict[str, str]] = {}
+    """A table for each width, and in it a line per shape: milliseconds and the ratio to the floor."""
+    figures: dict[str, dict[str, dict[str, str]]] = {}
     for row in load("unit_slice"):
-        shape, _, routing = str(row["case"]).rpartition("/")
-        figures.setdefault(shape, {})[routing] = f"{row['value']:.2f} ms | {row['ratio']:.2f}"
-    for shape, by_routing in figures.items():
+        kind, width, *shape, routing = str(row["case"]).split("/")
+        by_routing = figures.setdefault(width, {}).setdefault("/".join((kind, *shape)), {})
+        by_routing[routing] = f"{row['value']:.2f} ms | {row['ratio']:.2f}"
+    tables = [_slice_of(by_shape) for _, by_shape in sorted(figures.items())]
+    ranks = [width.removeprefix("tp") for width in sorted(figures)]
+    folded = [
+        f"\n<details><summary>One rank of {number}</summary>\n\n{table}\n</details>\n"
+        for number, table in zip(ranks[1:], tables[1:], strict=True)
+    ]
+    return "".join([*tables[:1], *folded])
+
+
+def _slice_of(figures: dict[str, dict[str, str]]) -> str:
+    lines = ["| step | distinct routing | x floor | collapsed routing | x floor |", "| --- | --- | --- | --- | --- |"]
+    for shape, by_routing in sorted(figures.items(), key=lambda item: _natural(item[0])):
         lines.append(f"| `{shape}` | {by_routing.get('distinct', ' | ')} | {by_routing.get('collapsed', ' | ')} |")
     return "\n".join(lines) + "\n"
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """Numbers in a text by their value."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
 def _cache() -> str:

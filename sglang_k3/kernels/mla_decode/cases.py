@@ -15,6 +15,7 @@ TOLERANCE_16_BIT = "rounded"  # of the output; the log-sum-exp keeps the other o
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(BaseCase):
     """``lens`` counts the cached rows of each sequence; 0 is a padding row. ``owners`` is the number of DCP ranks.
+    Each ``page`` of rows lies together, from a multiple of its size on.
 
     In a broken pool the first row of the first sequence is NaN, and so is all that this sequence gets.
     """
@@ -24,6 +25,7 @@ class Case(BaseCase):
     latent: int
     rope: int
     owners: int = 1
+    page: int = 1
     broken: bool = False
 
 
@@ -43,6 +45,7 @@ CASES = (
     Case(lens=(*(3, 0) * 65, 300, 1030), heads=2, latent=16, rope=8, seed=11, marks=("gpu",)),
     Case(lens=(1, 700, 0, 2100, 64), heads=96, latent=512, rope=64, dtype=BF16, seed=12, timed=True, marks=("gpu",)),
     Case(lens=(130, 515), heads=96, latent=512, rope=64, owners=2, dtype=BF16, seed=13, marks=("gpu",)),
+    Case(lens=(7, 0, 33), heads=2, latent=16, rope=8, page=4, seed=15),
     Case(lens=(3, 1500, 513, 4099), heads=40, latent=512, rope=64, dtype=BF16, seed=10, marks=("gpu",)),
 )
 
@@ -50,8 +53,13 @@ CASES = (
 def make_inputs(case: Case, device: torch.device | str) -> Inputs:
     """The inputs of rank 0: it owns every ``owners``-th position, and what it does not own has no slot (-1)."""
     draw = Draw(case, device)
-    num_rows, width = sum(case.lens), case.latent + case.rope
-    slots = draw.distinct(num_rows, below=num_rows + 3)
+    width = case.latent + case.rope
+    num_pages = [-(-length // case.page) for length in case.lens]
+    num_slots = (sum(num_pages) + 3) * case.page
+    pages = draw.distinct(sum(num_pages), below=sum(num_pages) + 3)
+    in_page = torch.arange(case.page, device=draw.device)
+    of_seqs = [(own[:, None] * case.page + in_page).flatten() for own in pages.split(num_pages)]
+    slots = torch.cat([pages[:0], *(own[:length] for own, length in zip(of_seqs, case.lens, strict=True))])
     positions = torch.cat([torch.arange(n) for n in (0, *case.lens)])
     owned = (positions % case.owners == 0).to(draw.device)
     ends = torch.tensor(case.lens, dtype=torch.int64).cumsum(0)
@@ -63,10 +71,15 @@ def make_inputs(case: Case, device: torch.device | str) -> Inputs:
         "v_dim": case.latent,
         "owner_mask": None if case.owners == 1 else owned,
     }
-    kv_pool = draw.pool(num_rows + 3, width, used=slots[owned])
+    kv_pool = draw.pool(num_slots, width, used=slots[owned])
     if case.broken:
         kv_pool[slots[0]] = torch.nan
     return Inputs((draw.normal(len(case.lens), case.heads, width), kv_pool), kwargs)
+
+
+def sizes(case: Case) -> dict[str, int]:
+    """What an implementation is chosen by."""
+    return {"H": case.heads, "D": case.latent + case.rope, "L": case.latent, "page": case.page}
 
 
 def cost(case: Case) -> Cost:
