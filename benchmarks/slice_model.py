@@ -103,7 +103,7 @@ class Pools:
     """What the backends read of a model runner, for ``num_requests`` of up to ``length`` tokens."""
 
     is_draft_worker = False
-    kv_cache_dtype = torch.bfloat16
+    dtype = kv_cache_dtype = torch.bfloat16
 
     def __init__(self, unit: UnitSlice, num_requests: int, length: int) -> None:
         config, heads = unit.config, unit.config.kda.num_heads // unit.tp_size

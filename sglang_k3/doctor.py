@@ -93,8 +93,8 @@ def check_kernels(say: Say) -> list[str]:
     except ValueError as error:
         say("kernels   not checked")
         return [str(error)]
-    say(f"kernels   on {device}, K3PLUGIN_KERNELS={mode}")
-    ctx = OpContext(torch.device(device))
+    say(f"kernels   on {device}, K3PLUGIN_KERNELS={mode}, for bf16 and a rank with all heads of K3")
+    ctx = OpContext(torch.device(device), torch.bfloat16, _sizes())
     problems = []
     for op, module in OPS.items():
         impls = importlib.import_module(module).IMPLS
@@ -108,6 +108,14 @@ def check_kernels(say: Say) -> list[str]:
             reasons = [f"{impl.name}: {impl.supports(ctx) or 'not asked for'}" for impl in passed_over]
             say(f"  {op:<20} {chosen.name:<12} {'; '.join(reasons)}".rstrip())
     return problems
+
+
+def _sizes() -> dict[str, int]:
+    """What implementations are chosen by, with pages as they are by default on a GPU."""
+    from sglang_k3.testing.presets import K3_SIZES
+
+    latent, heads = K3_SIZES.kv_lora_rank, K3_SIZES.mla_heads
+    return {"H": heads, "D": latent + K3_SIZES.qk_rope_head_dim, "L": latent, "page": 64}
 
 
 def check_seams(say: Say) -> list[str]:

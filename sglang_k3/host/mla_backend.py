@@ -75,8 +75,9 @@ class K3MLABackend(AttentionBackend):
             "D": model.kv_lora_rank + model.qk_rope_head_dim,
             "L": model.kv_lora_rank,
             "H": model.num_attention_heads // get_parallel().attn_tp_size,
-            "page": self.token_to_kv_pool.page_size,
         }
+        if model_runner.dtype == model_runner.kv_cache_dtype:
+            sizes["page"] = self.token_to_kv_pool.page_size  # who reads whole pages takes queries of the same dtype
         context = OpContext(torch.device(model_runner.device), model_runner.kv_cache_dtype, sizes)
         self.kv_scatter = bind("kv_scatter", context)
         self.kv_gather = bind("kv_gather", context)

@@ -11,6 +11,8 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
+from sglang_k3.env import KERNEL_MODES
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -51,20 +53,22 @@ class Layout:
         write: ``write(name, matrix, rows, first_row)`` puts published rows, from ``first_row`` on, where they belong in
             the contiguous ``matrix [R, C]`` of argument ``name``, which lies in this layout.
         read: ``read(name, matrix)`` is a copy of ``matrix`` as it would be published.
+        forget: frees what ``write`` and ``read`` keep on the device from call to call.
     """
 
     arguments: tuple[str, ...]
     write: Callable[[str, torch.Tensor, torch.Tensor, int], None]
     read: Callable[[str, torch.Tensor], torch.Tensor]
+    forget: Callable[[], None]
 
     def apply(self, name: str, weight: torch.Tensor) -> None:
-        """Bring ``weight [..., R, C]`` from the published layout into this, in place, a matrix at a time."""
-        for matrix in weight.flatten(0, -3):
+        """Bring ``weight [E, R, C]`` from the published layout into this, in place, a matrix at a time."""
+        for matrix in weight:
             self.write(name, matrix, matrix.clone(), 0)
 
     def undo(self, name: str, weight: torch.Tensor) -> None:
         """The way back."""
-        for matrix in weight.flatten(0, -3):
+        for matrix in weight:
             matrix.copy_(self.read(name, matrix))
 
 
@@ -72,7 +76,7 @@ def _write_as_published(_: str, matrix: torch.Tensor, rows: torch.Tensor, first_
     matrix[first_row : first_row + len(rows)] = rows
 
 
-PUBLISHED = Layout((), _write_as_published, lambda _, matrix: matrix.clone())
+PUBLISHED = Layout((), _write_as_published, lambda _, matrix: matrix.clone(), lambda: None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +111,9 @@ def choose(impls: Sequence[Impl], ctx: OpContext, mode: str = "auto") -> Impl:
     for impl in impls:
         reason = f"not asked for by mode {mode}" if mode not in ("auto", impl.name) else impl.supports(ctx)
         if reason is None:
-            if mode == "auto" and refusals:
-                logger.info("%s runs as %s (%s)", impl.fn.__name__, impl.name, "; ".join(refusals))
+            if mode == "auto" and (refusals or impl.name not in KERNEL_MODES):
+                why = f" ({'; '.join(refusals)})" if refusals else ""
+                logger.info("%s runs as %s%s", impl.fn.__name__, impl.name, why)
             return impl
         refusals.append(f"{impl.name}: {reason}")
     raise ValueError(

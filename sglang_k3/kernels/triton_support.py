@@ -47,14 +47,25 @@ def triton_impl(
     supports: Callable[[OpContext], str | None] = supports_triton,
     layout: Layout = PUBLISHED,
 ) -> Impl:
-    """The function of the same name in the ``triton_impl.py`` beside ``reference``; the first call imports it.
+    """The function of the same name in the ``triton_impl.py`` beside ``reference``.
 
     Args:
         reference: the op in plain torch, which gives name, place and signature.
         supports: one of the functions above, or a function that asks one and adds reasons of its own.
         layout: of the weights that the function takes.
     """
-    module = f"{reference.__module__.removesuffix('.reference')}.triton_impl"
+    return lazy_impl("triton", reference, supports, layout)
+
+
+def lazy_impl(
+    name: str,
+    reference: Callable[..., Any],
+    supports: Callable[[OpContext], str | None],
+    layout: Layout = PUBLISHED,
+) -> Impl:
+    """Likewise of the ``NAME_impl.py`` beside ``reference``, for a ``name`` that may be a library's; the first call
+    imports it."""
+    module = f"{reference.__module__.removesuffix('.reference')}.{name}_impl"
 
     @functools.cache
     def launcher() -> Callable[..., Any]:
@@ -65,4 +76,4 @@ def triton_impl(
     def launch(*args: Any, **kwargs: Any) -> Any:
         return launcher()(*args, **kwargs)
 
-    return Impl("triton", launch, supports, layout)
+    return Impl(name, launch, supports, layout)

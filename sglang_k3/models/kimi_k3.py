@@ -24,6 +24,7 @@ from sglang_k3.config import K3Config
 from sglang_k3.host.hf_config import K3HFConfig
 from sglang_k3.models.text.attn_residual import DepthMix, ResidualBank
 from sglang_k3.models.text.decoder_layer import KimiDecoderLayer
+from sglang_k3.models.text.experts import RoutedExperts
 from sglang_k3.models.text.norm import RMSNorm
 from sglang_k3.models.text.weights import Loaders, leading_rows, load_checkpoint, prefixed, whole
 from sglang_k3.options import ServeOptions
@@ -174,7 +175,12 @@ class KimiK3ForConditionalGeneration(nn.Module):
         Raises:
             CheckpointError: a tensor is missing, unexpected, doubled, or of the wrong shape or type.
         """
-        audit = load_checkpoint(weights, self.loaders(), CheckpointLayout(self.k3))
+        try:
+            audit = load_checkpoint(weights, self.loaders(), CheckpointLayout(self.k3))
+        finally:
+            for module in self.model.modules():
+                if isinstance(module, RoutedExperts):
+                    module.latent_experts.layout.forget()
         if audit.num_vision_tensors:
             logger.info(
                 "K3: %d vision tensors checked and left unused: this version serves text only.",

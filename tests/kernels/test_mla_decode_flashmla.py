@@ -33,8 +33,8 @@ def test_it_serves_many_heads_and_whole_pages_on_a_hopper_gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"capability": (10, 0)}, "needs a Hopper GPU"),
-        ({"capability": (8, 0)}, "needs a Hopper GPU"),
+        ({"capability": (10, 0)}, "needs a Hopper GPU (sm_90), got sm_100"),
+        ({"capability": (8, 0)}, "needs a Hopper GPU (sm_90), got sm_80"),
         ({"page": 1}, "needs pages of 64 rows, got 1"),
         ({"page": 128}, "needs pages of 64 rows, got 128"),
         ({"page": None}, "needs pages of 64 rows, got no pages"),

@@ -30,6 +30,7 @@ class Configuration:
         chunk: tokens that one forward prefills at most.
         is_host_tree: the host's own prefix cache is asked for.
         env: variables of the host that the server gets beside the test's own.
+        says: what must be on its log when it is up.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Configuration:
     chunk: int = 2048
     is_host_tree: bool = False
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    says: str = ""
 
     @property
     def is_k3_tree(self) -> bool:

@@ -44,7 +44,7 @@ class FakeRunner:
 
     device = "cpu"
     is_draft_worker = False
-    kv_cache_dtype = torch.float32
+    dtype = kv_cache_dtype = torch.float32
 
     def __init__(self, config: K3Config, *, tp_size: int = 1, seed: int = 0) -> None:
         kda, mla, layers = config.kda, config.mla, len(config.kda_layers)

@@ -30,5 +30,6 @@ def served(request: pytest.FixtureRequest, tiny_cache: Path) -> Iterator[Served]
     configuration: Configuration = request.param
     server, folder = start(configuration, tiny_cache, tiny_cache / "logs")
     with server:
+        assert configuration.says in server.log_path.read_text()
         yield Served(configuration, server, configuration.oracle(folder))
         server.check_alive()

@@ -64,7 +64,9 @@ FULL = [
     Configuration("page-64", flags=("--page-size", "64", "--chunked-prefill-size", "128"), chunk=128),
     Configuration("host-tree", flags=("--mamba-radix-cache-strategy", "extra_buffer"), is_host_tree=True),
     Configuration("host-tree-lazy", flags=("--mamba-radix-cache-strategy", "extra_buffer_lazy"), is_host_tree=True),
-    Configuration("no-radix", flags=("--disable-radix-cache",), grid=0),
+    Configuration(
+        "no-radix", flags=("--disable-radix-cache",), grid=0, says="mla_decode runs as reference (flashmla: "
+    ),
     Configuration("chunk-64", flags=("--chunked-prefill-size", "64"), chunk=64),
     Configuration("chunk-16", flags=("--chunked-prefill-size", "16"), chunk=16),
 ]
@@ -73,7 +75,7 @@ SMALL_POOLS = ("--max-total-tokens", "32768", "--max-running-requests", "16", "-
 HOST_TREE = ("--mamba-radix-cache-strategy", "extra_buffer")
 EAGER = ("--cuda-graph-backend-decode", "disabled")
 HEADS = {"preset": "gpu", "dtype": "bfloat16"}
-MANY_HEADS = {"preset": "gpu-96-heads", "dtype": "bfloat16"}  # FlashMLA attends
+MANY_HEADS = {"preset": "gpu-96-heads", "dtype": "bfloat16", "says": "mla_decode runs as flashmla"}
 GPU = [
     Configuration("gpu", flags=SMALL_POOLS),
     Configuration("gpu-host-tree", flags=(*SMALL_POOLS, *HOST_TREE), is_host_tree=True),

@@ -39,7 +39,9 @@ RINGS = {
 RINGS_THAT_MEET_THE_HOST = (2, 3)
 
 # Kernels, what they share, and what compiles them.
-MAY_IMPORT_TRITON = ("triton_impl.py", "triton_math.py", "compile_farm.py")
+MAY_IMPORT_TRITON = ("triton_impl.py", "triton_math.py", "compile_farm.py", "flashmla_impl.py")
+# Kernels that come with the host as a library, called through torch.ops: nothing of the host itself is imported.
+MAY_LOAD_HOST_KERNELS = ("flashmla.py",)
 
 # Not even inside a function: what testing/ finds out by itself must not come from what it tests.
 REFERENCE_MUST_NOT_USE = ("sglang_k3.kernels", "sglang_k3.models", "sglang_k3.host", "sglang_k3.integration")
@@ -89,6 +91,8 @@ def violations(path: Path, source: str | None = None) -> list[str]:
             found.append(f"{module} (ring {ring}) imports {imported}: only rings 2 and 3 know the host")
         if is_within(imported, "triton") and path.name not in MAY_IMPORT_TRITON:
             found.append(f"{module} imports triton: only {', '.join(MAY_IMPORT_TRITON)} do")
+        if is_within(imported, "sgl_kernel") and path.name not in MAY_LOAD_HOST_KERNELS:
+            found.append(f"{module} imports sgl_kernel: only {', '.join(MAY_LOAD_HOST_KERNELS)} do")
         if is_within(module, "sglang_k3.testing") and is_within(imported, *REFERENCE_MUST_NOT_USE):
             found.append(f"{module} imports {imported}: the oracle shares no code with what it judges")
     return found
@@ -109,6 +113,7 @@ def test_arrows_point_inward(path: Path):
         ("models/a.py", "from ..integration import seams", "imports sglang_k3.integration.seams (ring 3)"),
         ("integration/a.py", "from sglang_k3 import cli", "imports sglang_k3.cli (ring 4)"),
         ("kernels/a/__init__.py", "import triton", "imports triton: only triton_impl.py, triton_math.py"),
+        ("kernels/a/triton_impl.py", "from sgl_kernel import flashmla_ops", "imports sgl_kernel: only flashmla.py"),
         ("testing/a.py", "from sglang_k3.kernels.a import b", "the oracle shares no code"),
     ],
 )

@@ -41,21 +41,28 @@ def _write(name: str, matrix: Tensor, rows: Tensor, first_row: int) -> None:
     if matrix.dtype != torch.uint8:  # plain weights lie as they are published
         matrix[first_row : first_row + len(rows)] = rows
     else:
-        elements = _elements(name, rows.to(matrix.device).contiguous())
+        # A copy, since only memory of its own is known to begin where a word may.
+        elements = _elements(name, rows.to(matrix.device, copy=True, memory_format=torch.contiguous_format))
         if not _is_scale(name):
             elements = _move_bits(elements, back=False)
-        places = _places(name, matrix)[first_row : first_row + len(rows)]
+        places = _places(name, matrix, slice(first_row, first_row + len(rows)))
         _elements(name, matrix).view(-1)[places] = elements
 
 
 def _read(name: str, matrix: Tensor) -> Tensor:
     if matrix.dtype != torch.uint8:
         return matrix.clone()
-    elements = _elements(name, matrix).view(-1)[_places(name, matrix)]
+    elements = _elements(name, matrix).view(-1)[_places(name, matrix, slice(None))]
     return (elements if _is_scale(name) else _move_bits(elements, back=True)).view(torch.uint8)
 
 
-TILES = Layout(("w13", "w2", "w13_scale", "w2_scale"), _write, _read)
+def _forget() -> None:
+    """The host may take the memory in which weights are loaded from under a table that stays."""
+    _axes.cache_clear()
+    _moved_halves.cache_clear()
+
+
+TILES = Layout(("w13", "w2", "w13_scale", "w2_scale"), _write, _read, _forget)
 
 
 def _is_scale(name: str) -> bool:
@@ -75,12 +82,12 @@ class _Axis(NamedTuple):
     offset: Tensor
 
 
-def _places(name: str, matrix: Tensor) -> Tensor:
-    """Where in the memory of ``matrix [R, C]`` its published elements lie."""
+def _places(name: str, matrix: Tensor, rows: slice) -> Tensor:
+    """Where in the memory of ``matrix [R, C]`` the elements of published ``rows`` lie."""
     num_rows, num_columns = _elements(name, matrix).shape
     row, column = _axes(name, num_rows, num_columns, matrix.device)
-    in_tile = column.start * row.size[:, None] + row.offset[:, None] * column.size + column.offset
-    return row.start[:, None] * num_columns + in_tile
+    start, size, offset = (values[rows, None] for values in row)
+    return start * num_columns + column.start * size + offset * column.size + column.offset
 
 
 @functools.lru_cache(maxsize=16)

@@ -168,8 +168,8 @@ def latent_experts(
 def _tiles(pairs_per_expert: float, *, is_packed: bool, dtype: torch.dtype) -> tuple[Tile, ...]:
     """Of large blocks, if any, and small ones.
 
-    By the mean number of choices of an expert, an upper bound where other ranks hold experts too. All take columns in
-    the same order, so that the bits of a row do not depend on its block. Words come in whole tiles of the layout.
+    By the mean number of choices of an expert, an upper bound where other ranks hold experts too. Both take columns
+    in the same order, so that the bits of a row do not depend on its block. Words come in whole tiles of the layout.
     """
     if dtype == torch.float32:
         k = 16 if is_packed else 32

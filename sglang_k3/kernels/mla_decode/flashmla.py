@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_k3.kernels.dispatch import Impl
 from sglang_k3.kernels.mla_decode import reference
+from sglang_k3.kernels.triton_support import lazy_impl
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sglang_k3.kernels import OpContext
 
 PAGE = 64  # rows; FlashMLA knows no other size
@@ -23,8 +19,11 @@ FEW_HEADS = 32  # it computes 64 at a time
 
 def supports(ctx: OpContext) -> str | None:
     """Why it does not, or ``None``. Sizes: rows of a page, heads H, elements of a row D and of its latent part L."""
-    if ctx.device.type != "cuda" or torch.cuda.get_device_capability(ctx.device) != (9, 0):
-        return "needs a Hopper GPU (sm_90)"
+    if ctx.device.type != "cuda":
+        return f"needs a Hopper GPU (sm_90), got {ctx.device.type}"
+    major, minor = torch.cuda.get_device_capability(ctx.device)
+    if (major, minor) != (9, 0):
+        return f"needs a Hopper GPU (sm_90), got sm_{major}{minor}"
     page, heads, sizes = ctx.sizes.get("page"), ctx.sizes.get("H", 0), (ctx.sizes.get("L"), ctx.sizes.get("D"))
     if page != PAGE:
         return f"needs pages of {PAGE} rows, got {page or 'no pages'}"
@@ -33,17 +32,10 @@ def supports(ctx: OpContext) -> str | None:
     if heads <= FEW_HEADS:
         return f"is no faster up to {FEW_HEADS} heads, got {heads}"
     try:
-        importlib.import_module("sgl_kernel.flashmla_ops")
+        import sgl_kernel.flashmla_ops  # noqa: F401  registers torch.ops.sgl_kernel
     except ImportError as error:
         return f"cannot be loaded ({error})"
     return None
 
 
-@functools.wraps(reference.mla_decode)
-def _launch(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    from sglang_k3.kernels.mla_decode import flashmla_impl  # imports Triton
-
-    return flashmla_impl.mla_decode(*args, **kwargs)
-
-
-FLASHMLA = Impl("flashmla", _launch, supports)
+FLASHMLA = lazy_impl("flashmla", reference.mla_decode, supports)

@@ -93,8 +93,11 @@ def _tile(num_heads: int, dtype: tl.dtype) -> tuple[int, int, int, int]:
     """Heads and rows of a tile, warps and pipeline stages."""
     if dtype == tl.float32:
         return 16, 16, 4, 1
-    block_h = min(64, max(16, triton.next_power_of_2(num_heads)))
-    return block_h, 64, 8, 3  # 64 queries and two tiles of rows fill the shared memory of a Hopper GPU
+    if num_heads > 32:
+        return 64, 64, 8, 3  # the queries and two tiles of rows fill the shared memory of a Hopper GPU
+    if num_heads > 16:
+        return 32, 32, 8, 4  # 64 rows do not fit into 99 KiB, which is what smaller GPUs have
+    return 16, 64, 8, 3
 
 
 @triton.jit

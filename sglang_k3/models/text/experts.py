@@ -27,9 +27,9 @@ _PACKED_SUFFIXES = {"weight_packed": 2, "weight_scale": MXFP4_GROUP_SIZE}
 class RoutedExperts(nn.Module):
     """Experts ``[first_expert, first_expert + E)``, each split by width over the MoE tensor-parallel group.
 
-    Buffers ``w13 [E, 2I, L]`` (gate rows, then up rows) and ``w2 [E, L, I]``: the run dtype, or uint8 with
-    two values a byte beside uint8 scales ``[..., L/32]`` and ``[..., I/32]``. At all times they lie as the op wants
-    them: what arrives is written into its layout at once.
+    Buffers ``w13 [E, 2I, L]`` (as published: gate rows, then up rows) and ``w2 [E, L, I]``: the run dtype, or uint8
+    with two values a byte beside uint8 scales ``[..., L/32]`` and ``[..., I/32]``. At all times they lie as the op
+    wants them: what arrives is written into its layout at once.
     """
 
     w13: torch.Tensor

@@ -1,0 +1,46 @@
+"""The tiles of ``mla_decode`` fit into the shared memory of the GPUs that run it. Looked up in what Triton compiles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_k3.env import triton_interprets
+
+pytestmark = pytest.mark.skipif(triton_interprets(), reason="the interpreter compiles nothing")
+
+SCRIPT = r"""
+import importlib, json, sys
+import torch
+from triton.runtime.driver import driver
+from sglang_k3.kernels.compile_farm import CompileOnlyDriver, held_back
+from sglang_k3.kernels.mla_decode.triton_impl import mla_decode
+
+driver.set_active(CompileOnlyDriver(int(sys.argv[1])))
+
+def new(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+spans, slots = new(2, 2, dtype=torch.int64), new(200, dtype=torch.int32)
+with held_back() as jobs:
+    for heads in (12, 24, 96):
+        lists = {"kv_spans": spans, "kv_indices": slots, "max_len": 100}
+        mla_decode(new(2, heads, 576), new(320, 576), **lists, scale=1.0, v_dim=512)
+for job in map(json.loads, jobs.values()):
+    kernel = getattr(importlib.import_module(job["module"]), job["name"]).preload(job["data"])
+    print(kernel.metadata.shared)
+"""
+
+
+@pytest.mark.parametrize(("capability", "kib"), [(80, 163), (89, 99), (90, 227)])
+def test_every_tile_fits_into_shared_memory(tmp_path: Path, capability: int, kib: int) -> None:
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", SCRIPT, str(capability)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    needed = [int(line) for line in done.stdout.split()]
+    assert len(needed) > 3 and max(needed) <= kib * 1024
