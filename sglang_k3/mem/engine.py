@@ -224,7 +224,7 @@ class CheckpointEngine:
         inside = range(lease.computed + 1, end)
         if wanted := [depth for depth in lease.wanted if depth in inside]:
             return max(wanted)
-        if lease.match.diverges and lease.match.fork_depth in inside:
+        if lease.match.fork_depth in inside:
             return lease.match.fork_depth
         # The end of a prompt is no place to start its repeat from: one token must stay to be computed.
         tail = self._limits.floor(end - 1)

@@ -68,9 +68,9 @@ class Book:
         self._count("kv_hits_without_state", kv > found)
         self._count("kv_tokens_without_state", kv - found)
         self._count("replayed_tokens", kv - found)
-        is_branch = diverges and floor(kv) > found
-        inside, at_end = floor(kv) if is_branch else max(floor(length - 1), found), length % GRID == 0
-        kept = [(inside, is_branch)] * (inside > found) + [(length, False)] * at_end
+        fork = floor(kv) if floor(kv) > found else None
+        inside, at_end = fork or max(floor(length - 1), found), length % GRID == 0
+        kept = [(inside, fork is not None and diverges)] * (inside > found) + [(length, False)] * at_end
         self._make_room(1 + len(kept))
         for depth, is_fork in kept:
             # A repeat of a prompt that ends on the grid brings the state of its end once more.

@@ -155,7 +155,7 @@ def test_a_full_path_whose_states_are_all_protected_takes_no_more():
 
 
 def test_kv_without_a_state_tells_where_one_is_worth_planting(monkeypatch: pytest.MonkeyPatch):
-    """A prompt whose state found no slot; an answer behind its last state, and who goes on from another place in it."""
+    """A prompt whose state found no slot, and an answer behind its last state."""
     server = small_server(chunk=2048)
     prompt = ids(200, seed=1)
     with monkeypatch.context() as patch:
@@ -165,10 +165,7 @@ def test_kv_without_a_state_tells_where_one_is_worth_planting(monkeypatch: pytes
     assert +server.cache.counts.skipped == {"no slot": 2}
     assert sorted(node.depth for node in server.tree.nodes()) == [192, 256]
     assert [server.serve(prompt).cached[0] for _ in range(2)] == [0, 192]
-    second = server.serve(first.prompt + first.answer + ids(90, seed=2))
-    assert second.cached[0] == 192
-    assert server.serve(second.prompt + second.answer + ids(9, seed=3)).cached[0] == 384  # it branched nowhere
-    assert [server.serve(first.prompt + first.answer + ids(90, seed=n)).cached[0] for n in (4, 5)] == [192, 256]
+    assert [server.serve(first.prompt + first.answer + ids(90, seed=n)).cached[0] for n in (2, 3)] == [192, 256]
 
 
 def test_forks_do_not_count_towards_the_cap():
