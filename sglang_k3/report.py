@@ -29,10 +29,17 @@ def run(url: str, svg: Path | None, api_key: str | None, say: Callable[[str], No
     ranks = fetch(url, api_key)
     for rank, report in enumerate(ranks):
         title = f"rank {rank} of {len(ranks)}, " if len(ranks) > 1 else ""
-        say(f"{title}policy {report['policy']}: {as_text(report)}")
+        try:
+            text, picture = f"policy {report['policy']}: {as_text(report)}", as_svg(report)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{url} describes its cache otherwise than this sglang-k3 reads it ({error!r}): "
+                "use the one that is installed where the server runs."
+            ) from None
+        say(title + text)
         if svg is not None:
             file = svg if len(ranks) == 1 else svg.with_stem(f"{svg.stem}-{rank}")
-            file.write_text(as_svg(report), encoding="utf-8")
+            file.write_text(picture, encoding="utf-8")
             say(f"wrote {file}")
 
 
@@ -43,16 +50,20 @@ def fetch(url: str, api_key: str | None) -> list[Mapping[str, Any]]:
         ValueError: as ``run``.
     """
     parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii():
         raise ValueError(f"{url!r} is no address of a server: give it as http://HOST:PORT.")
     # A proxy of the environment must not see requests to this machine.
     proxies = urllib.request.ProxyHandler({} if parts.hostname in LOOPBACK else None)
     request = urllib.request.Request(url.rstrip("/") + ENDPOINT)
     if api_key is not None:
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise ValueError(f"--api-key {api_key!r} has characters that no HTTP header carries.")
         request.add_header("Authorization", f"Bearer {api_key}")
     try:
         with urllib.request.build_opener(proxies).open(request, timeout=TIMEOUT_S) as response:
             ranks: list[Mapping[str, Any]] = json.load(response)["ranks"]
+            if not isinstance(ranks, list) or not ranks:
+                raise ValueError(f"no ranks: {ranks!r}")
     except urllib.error.HTTPError as error:
         raise ValueError(_why_not(url, error.code, error.read())) from None
     except (OSError, http.client.HTTPException) as error:

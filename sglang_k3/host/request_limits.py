@@ -80,7 +80,7 @@ def check_request(request: GenerateReqInput, vocab_size: int) -> None:
         _convert("session_params", request.session_params, SessionParams)
     for field in dataclasses.fields(request):
         if field.name != "input_ids":  # long, and looked at by now
-            _check_wire(field.name, getattr(request, field.name))
+            check_wire(field.name, getattr(request, field.name))
 
 
 def _check_prompts(request: GenerateReqInput, vocab_size: int) -> int | None:
@@ -267,7 +267,7 @@ def _check_token_ids_logprob(request: GenerateReqInput, num_prompts: int | None,
         _check_ids("token_ids_logprob", row, vocab_size)
 
 
-def _check_wire(name: str, value: Any) -> None:
+def check_wire(name: str, value: Any) -> None:
     """What JSON can spell, but no message between the host's processes can carry."""
     if isinstance(value, str):
         try:
@@ -278,11 +278,11 @@ def _check_wire(name: str, value: Any) -> None:
         _check_int(name, value, MIN_INT64, MAX_INT64)
     elif isinstance(value, Mapping):
         for key, entry in value.items():
-            _check_wire(name, key)
-            _check_wire(f"{name}.{key}", entry)
+            check_wire(name, key)
+            check_wire(f"{name}.{key}", entry)
     elif isinstance(value, (list, tuple, set)):
         for entry in value:
-            _check_wire(name, entry)
+            check_wire(name, entry)
 
 
 def _each(request: GenerateReqInput, name: str, num_prompts: int | None) -> list[Any]:

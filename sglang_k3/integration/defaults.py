@@ -221,6 +221,11 @@ def _fit_grid(args: K3ServerArgs) -> None:
         raise ConfigError(
             f"--page-size {page} must divide {STATE_CHUNK} or be a multiple of it: states are kept at pages."
         )
+    if args.chunked_prefill_size is not None and args.chunked_prefill_size > 0 and args.chunked_prefill_size % page:
+        raise ConfigError(
+            f"--chunked-prefill-size {args.chunked_prefill_size} is not a multiple of --page-size {page}: "
+            f"use {-(-args.chunked_prefill_size // page) * page}."
+        )
     grid = max(page, STATE_CHUNK)
     default = next(f.default for f in dataclasses.fields(args) if f.name == "mamba_track_interval")
     if args.mamba_track_interval == default:
@@ -280,7 +285,7 @@ def _choose_prefix_cache(args: K3ServerArgs) -> None:
 
 
 def _refuse_options_without_cache(args: K3ServerArgs, excluded_by: str) -> None:
-    """What is asked of K3's own prefix cache on a server that has another or none.
+    """What needs K3's own prefix cache on a server that has another or none.
 
     Raises:
         ConfigError: names the option and the flag that it does not go with.
@@ -289,10 +294,12 @@ def _refuse_options_without_cache(args: K3ServerArgs, excluded_by: str) -> None:
     given = {
         f"--k3-checkpoint-policy {args.k3_checkpoint_policy}": args.k3_checkpoint_policy is not None,
         f"--k3-checkpoints-per-path {args.k3_checkpoints_per_path}": args.k3_checkpoints_per_path != default,
+        # Idle sessions of the host's keep their places among the running requests, until nobody gets one any more.
+        "--enable-streaming-session": args.enable_streaming_session,
     }
     for flag in (flag for flag, is_given in given.items() if is_given):
         raise ConfigError(
-            f"{flag} is of K3's own prefix cache, which {excluded_by} excludes. Leave out one of the two."
+            f"{flag} needs K3's own prefix cache, which {excluded_by} excludes. Leave out one of the two."
         )
 
 
@@ -316,4 +323,4 @@ def _size_cpu_pools(args: K3ServerArgs, config: K3Config) -> None:
         wanted = args.max_running_requests * config.max_position_embeddings
         args.max_total_tokens = max(1, min(wanted, CPU_KV_BYTES // row_bytes))
     if args.chunked_prefill_size is None:
-        args.chunked_prefill_size = CPU_CHUNKED_PREFILL_TOKENS
+        args.chunked_prefill_size = -(-CPU_CHUNKED_PREFILL_TOKENS // args.page_size) * args.page_size

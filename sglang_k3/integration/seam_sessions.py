@@ -12,6 +12,8 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_k3.host.request_limits import check_wire
+
 CONTROLLER = "sglang.srt.session.session_controller"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
@@ -42,6 +44,8 @@ def _open(original: Callable[..., Any], manager: Any, request: Any, *rest: Any) 
     """Refuse what the host's ranks would not agree on; what is raised becomes a 400."""
     args = manager.server_args
     is_k3 = getattr(args, "is_k3", False)
+    if is_k3:
+        check_wire("session_id", request.session_id)
     if is_k3 and args.dp_size > 1:
         raise ValueError(
             f"a session needs --dp-size 1: a turn goes to any of the {args.dp_size} ranks, which know only their own."

@@ -134,7 +134,7 @@ def test_a_misspelt_name_is_refused() -> None:
         ({"k3_checkpoint_policy": "lfu"}, "--k3-checkpoint-policy 'lfu' is not one of replay-cost, lru"),
         (
             {"k3_checkpoint_policy": "replay-cost", "disable_radix_cache": True},
-            "--k3-checkpoint-policy replay-cost is of K3's own prefix cache, which --disable-radix-cache excludes",
+            "--k3-checkpoint-policy replay-cost needs K3's own prefix cache, which --disable-radix-cache excludes",
         ),
         (
             {"k3_checkpoint_policy": "lru", "mamba_radix_cache_strategy": "extra_buffer"},
@@ -144,6 +144,17 @@ def test_a_misspelt_name_is_refused() -> None:
             {"k3_checkpoints_per_path": 4, "radix_eviction_policy": "lfu"},
             "--k3-checkpoints-per-path 4 .* --radix-eviction-policy lfu excludes",
         ),
+        (
+            {"enable_streaming_session": True, "disable_radix_cache": True},
+            "--enable-streaming-session needs K3's own prefix cache, which --disable-radix-cache excludes",
+        ),
+        pytest.param(
+            {"enable_streaming_session": True, "enable_priority_scheduling": True},
+            "--enable-streaming-session needs K3's own prefix cache, which --enable-priority-scheduling excludes",
+            marks=pytest.mark.refuses("host", "session"),
+        ),
+        ({"page_size": 64, "chunked_prefill_size": 100}, "--chunked-prefill-size 100 is not.* --page-size 64: use 128"),
+        ({"page_size": 4096, "chunked_prefill_size": 2048}, "--chunked-prefill-size 2048 is not.*4096: use 4096"),
         ({"max_mamba_cache_size": 3}, "A pool of 3 state slots is too small for one request.* that works is 4"),
         (
             {"radix_cache_backend": "flexkv"},
@@ -287,6 +298,12 @@ def test_a_large_page_moves_the_default_interval(checkpoint: Path) -> None:
     from sglang_k3.integration.server_args import K3ServerArgs
 
     assert K3ServerArgs(model_path=str(checkpoint), page_size=512, device="cpu").mamba_track_interval == 512
+
+
+def test_a_chunk_has_whole_pages_unless_told_otherwise(checkpoint: Path) -> None:
+    from sglang_k3.integration.server_args import K3ServerArgs
+
+    assert K3ServerArgs(model_path=str(checkpoint), page_size=4096, device="cpu").chunked_prefill_size == 4096
 
 
 def test_the_environment_of_one_server_does_not_reach_the_next(

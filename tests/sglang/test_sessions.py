@@ -216,11 +216,19 @@ def test_a_session_that_ranks_would_not_agree_on_is_refused(
     ranks: dict[str, int], timeout: float | None, says: str
 ) -> None:
     sizes = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "is_k3": True}
-    request = SimpleNamespace(timeout=timeout)
+    request = SimpleNamespace(timeout=timeout, session_id="s")
     with pytest.raises(ValueError, match=says):
         _open(MagicMock(), SimpleNamespace(server_args=SimpleNamespace(**sizes | ranks)), request)
     for other in (sizes, sizes | ranks | {"is_k3": False}):
         assert _open(lambda *_: "opened", SimpleNamespace(server_args=SimpleNamespace(**other)), request) == "opened"
+
+
+def test_an_id_that_no_message_can_carry_opens_nothing() -> None:
+    opened = MagicMock()
+    args = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, is_k3=True)
+    with pytest.raises(ValueError, match="session_id is not Unicode text"):
+        _open(opened, SimpleNamespace(server_args=args), SimpleNamespace(timeout=None, session_id="\ud800"))
+    assert not opened.called
 
 
 def test_the_host_s_open_is_awaited() -> None:

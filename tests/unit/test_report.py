@@ -23,6 +23,11 @@ ANSWERS: dict[str, tuple[int, Any]] = {
     "/broken": (500, "Internal Server Error"),
     "/other-model": (404, {"detail": "Not Found"}),
     "/another-program": (200, ["hello"]),
+    "/no-ranks": (200, {"ranks": []}),
+    "/another-kind": (200, {"ranks": 5}),
+    "/another-version": (200, {"ranks": [{"policy": "lru"}]}),
+    "/without-policy": (200, {"ranks": [{}]}),
+    "/text": (200, {"ranks": ["lru"]}),
 }
 
 
@@ -86,6 +91,11 @@ def test_each_data_parallel_rank_has_its_own(capsys: pytest.CaptureFixture[str],
         ("/broken", "answers 500: "),
         ("/other-model", "serves no K3 model with this plugin: it has no /k3/cache_report. Ask a server of"),
         ("/another-program", "something else than a cache report: no K3 server is there"),
+        ("/no-ranks", "something else than a cache report"),
+        ("/another-kind", "something else than a cache report"),
+        ("/another-version", "otherwise than this sglang-k3 reads it (KeyError('nodes')): use the one that is"),
+        ("/without-policy", "otherwise than this sglang-k3 reads it (KeyError('policy'))"),
+        ("/text", "otherwise than this sglang-k3 reads it (TypeError("),
         ("/keyed", "wants a key: give the one that its server was started with, --api-key KEY"),
     ],
 )
@@ -101,7 +111,13 @@ def test_the_key_is_shown_to_the_server(capsys: pytest.CaptureFixture[str], url:
     assert run(capsys, f"{url}/keyed", "--api-key", "open sesame")[0] == 0
 
 
-@pytest.mark.parametrize("address", ["localhost:30000", "ftp://localhost", "http://"])
+@pytest.mark.parametrize("key", ["a\nb", "ключ"])
+def test_a_key_that_cannot_be_sent_is_told(capsys: pytest.CaptureFixture[str], url: str, key: str) -> None:
+    code, _, err = run(capsys, url, "--api-key", key)
+    assert code == 1 and err == f"error: --api-key {key!r} has characters that no HTTP header carries.\n"
+
+
+@pytest.mark.parametrize("address", ["localhost:30000", "ftp://localhost", "http://", "http://localhost/ü"])
 def test_what_is_no_address_is_told(capsys: pytest.CaptureFixture[str], address: str) -> None:
     code, _, err = run(capsys, address)
     assert code == 1 and err == f"error: {address!r} is no address of a server: give it as http://HOST:PORT.\n"
