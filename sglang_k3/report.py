@@ -54,7 +54,8 @@ def fetch(url: str, api_key: str | None) -> list[Mapping[str, Any]]:
         raise ValueError(f"{url!r} is no address of a server: give it as http://HOST:PORT.")
     # A proxy of the environment must not see requests to this machine.
     proxies = urllib.request.ProxyHandler({} if parts.hostname in LOOPBACK else None)
-    request = urllib.request.Request(url.rstrip("/") + ENDPOINT)
+    # The address that clients of its API are given will do.
+    request = urllib.request.Request(url.rstrip("/").removesuffix("/v1") + ENDPOINT)
     if api_key is not None:
         if not (api_key.isascii() and api_key.isprintable()):
             raise ValueError(f"--api-key {api_key!r} has characters that no HTTP header carries.")

@@ -111,6 +111,11 @@ def test_the_key_is_shown_to_the_server(capsys: pytest.CaptureFixture[str], url:
     assert run(capsys, f"{url}/keyed", "--api-key", "open sesame")[0] == 0
 
 
+def test_the_address_of_its_api_will_do(capsys: pytest.CaptureFixture[str], url: str) -> None:
+    assert run(capsys, f"{url}/v1") == run(capsys, url)
+    assert run(capsys, f"{url}/v1/")[0] == 0
+
+
 @pytest.mark.parametrize("key", ["a\nb", "ключ"])
 def test_a_key_that_cannot_be_sent_is_told(capsys: pytest.CaptureFixture[str], url: str, key: str) -> None:
     code, _, err = run(capsys, url, "--api-key", key)
