@@ -224,12 +224,11 @@ def _fit_grid(args: K3ServerArgs) -> None:
     if args.chunked_prefill_size is not None and args.chunked_prefill_size > 0 and args.chunked_prefill_size % page:
         raise ConfigError(
             f"--chunked-prefill-size {args.chunked_prefill_size} is not a multiple of --page-size {page}: "
-            f"use {-(-args.chunked_prefill_size // page) * page}."
+            f"use {_round_up(args.chunked_prefill_size, page)}."
         )
     grid = max(page, STATE_CHUNK)
-    default = next(f.default for f in dataclasses.fields(args) if f.name == "mamba_track_interval")
-    if args.mamba_track_interval == default:
-        args.mamba_track_interval = -(-TRACK_INTERVAL // grid) * grid
+    if args.mamba_track_interval == _default(args, "mamba_track_interval"):
+        args.mamba_track_interval = _round_up(TRACK_INTERVAL, grid)
     elif args.mamba_track_interval < 1 or args.mamba_track_interval % grid:
         raise ConfigError(
             f"--mamba-track-interval {args.mamba_track_interval} is not a multiple of {grid}, the grid on which states "
@@ -290,10 +289,10 @@ def _refuse_options_without_cache(args: K3ServerArgs, excluded_by: str) -> None:
     Raises:
         ConfigError: names the option and the flag that it does not go with.
     """
-    default = next(f.default for f in dataclasses.fields(args) if f.name == "k3_checkpoints_per_path")
+    is_capped = args.k3_checkpoints_per_path != _default(args, "k3_checkpoints_per_path")
     given = {
         f"--k3-checkpoint-policy {args.k3_checkpoint_policy}": args.k3_checkpoint_policy is not None,
-        f"--k3-checkpoints-per-path {args.k3_checkpoints_per_path}": args.k3_checkpoints_per_path != default,
+        f"--k3-checkpoints-per-path {args.k3_checkpoints_per_path}": is_capped,
         # Idle sessions of the host's keep their places among the running requests, until nobody gets one any more.
         "--enable-streaming-session": args.enable_streaming_session,
     }
@@ -301,6 +300,14 @@ def _refuse_options_without_cache(args: K3ServerArgs, excluded_by: str) -> None:
         raise ConfigError(
             f"{flag} needs K3's own prefix cache, which {excluded_by} excludes. Leave out one of the two."
         )
+
+
+def _default(args: K3ServerArgs, name: str) -> Any:
+    return next(field.default for field in dataclasses.fields(args) if field.name == name)
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 def _states_per_request(args: K3ServerArgs) -> int:
@@ -323,4 +330,4 @@ def _size_cpu_pools(args: K3ServerArgs, config: K3Config) -> None:
         wanted = args.max_running_requests * config.max_position_embeddings
         args.max_total_tokens = max(1, min(wanted, CPU_KV_BYTES // row_bytes))
     if args.chunked_prefill_size is None:
-        args.chunked_prefill_size = -(-CPU_CHUNKED_PREFILL_TOKENS // args.page_size) * args.page_size
+        args.chunked_prefill_size = _round_up(CPU_CHUNKED_PREFILL_TOKENS, args.page_size)
