@@ -74,8 +74,9 @@ def test_words_lie_tile_by_tile(shape):
         assert_bitwise(moved(name, published).view(-1, 4), torch.stack(expected), name)
 
 
-def test_every_bit_of_a_half_has_a_place_of_its_own():
-    assert sorted(itertools.chain(*PLACES)) == list(range(16))
+def test_every_bit_of_a_word_has_a_place_of_its_own():
+    first = list(itertools.chain(*PLACES))
+    assert sorted(first + [(place + 16) % 32 for place in first]) == list(range(32))
 
 
 def test_every_bit_goes_to_one_place():
@@ -84,12 +85,12 @@ def test_every_bit_goes_to_one_place():
     pairs = (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)  # [bit, byte]
     after = moved("w2", torch.cat([pairs, torch.zeros_like(pairs)], 1)[:, None])[:, 0]
     assert not after[:, 8:].any()
-    halves = after[:, :8].contiguous().view(torch.int16).int() & 0xFFFF  # [bit, half]
+    words = after[:, :8].contiguous().view(torch.int32).long() & 0xFFFFFFFF  # [bit, word]
     for bit in range(64):
         word, half, value, place = bit // 32, bit // 16 % 2, bit // 4 % 4, bit % 4
-        expected = torch.zeros(4, dtype=torch.int32)
-        expected[2 * half + word] = 1 << PLACES[value][place]
-        assert_bitwise(halves[bit], expected, f"bit {bit}")
+        expected = torch.zeros(2, dtype=torch.int64)
+        expected[half] = 1 << (PLACES[value][place] + 16 * word) % 32
+        assert_bitwise(words[bit], expected, f"bit {bit}")
 
 
 @pytest.mark.parametrize("name", NAMES)

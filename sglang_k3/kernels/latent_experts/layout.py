@@ -8,8 +8,9 @@ Of ``w13`` eight rows of gate and the eight of up that belong to them alternate,
 their order is that in which the product with ``w2`` takes its columns (``in_tiles``).
 
 Within a row, the decode makes two bf16 at a time, of the same column in either word of a pair. Their bits therefore
-share a word: the low halves of both words make the first, the high halves the second. In each half, its four values lie
-where few steps bring a sign to bit 15 and a magnitude to bits 8 to 6, which are those of a bf16 (see ``DECODE_PTX``).
+share a word: the low halves of both words make the first, the high halves the second. In a word, its four pairs of
+values lie where few steps bring a sign to bit 15 (31) and a magnitude to bits 8 to 6 (24 to 22), which are those of a
+bf16: one pair is there, two need a turn of the word, and the last one a product (see ``DECODE_PTX``).
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from sglang_k3.kernels.dispatch import Layout
 TILE_ROWS, TILE_WORDS = 128, 16
 TILE_GROUPS = TILE_WORDS // 4  # of values that share a scale
 
-# Where a half keeps the bits of its four values, each from the lowest of the magnitude to the sign.
-PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 10, 11, 14))
+# Where a word keeps the bits of the four values of its first half, each from the lowest of the magnitude to the sign;
+# those of the second half lie 16 bits further on, around the end. A turn to the left by as many bits brings them to the
+# first of these places, and what no turn can reach a product does.
+TURNS, PRODUCT = (0, 10, 13), 2**3 + 2**8 + 2**14
+PLACES = ((6, 7, 8, 15), (28, 29, 30, 5), (25, 26, 27, 2), (3, 4, 0, 1))
 
 
 def in_tiles(columns: Tensor, num_columns: int) -> Tensor:
@@ -44,7 +48,7 @@ def _write(name: str, matrix: Tensor, rows: Tensor, first_row: int) -> None:
         # A copy, since only memory of its own is known to begin where a word may.
         elements = _elements(name, rows.to(matrix.device, copy=True, memory_format=torch.contiguous_format))
         if not _is_scale(name):
-            elements = _move_bits(elements, back=False)
+            elements = _put_bits(elements)
         places = _places(name, matrix, slice(first_row, first_row + len(rows)))
         _elements(name, matrix).view(-1)[places] = elements
 
@@ -53,13 +57,13 @@ def _read(name: str, matrix: Tensor) -> Tensor:
     if matrix.dtype != torch.uint8:
         return matrix.clone()
     elements = _elements(name, matrix).view(-1)[_places(name, matrix, slice(None))]
-    return (elements if _is_scale(name) else _move_bits(elements, back=True)).view(torch.uint8)
+    return (elements if _is_scale(name) else _take_bits(elements)).view(torch.uint8)
 
 
 def _forget() -> None:
     """The host may take the memory in which weights are loaded from under a table that stays."""
     _axes.cache_clear()
-    _moved_halves.cache_clear()
+    _tables.cache_clear()
 
 
 TILES = Layout(("w13", "w2", "w13_scale", "w2_scale"), _write, _read, _forget)
@@ -113,20 +117,37 @@ def _tiles(index: Tensor, number: int, tile: int) -> tuple[Tensor, Tensor]:
     return start, (number - start).clamp(max=tile)
 
 
-def _move_bits(words: Tensor, *, back: bool) -> Tensor:
-    """A copy of ``words [R, C]``, int32, with the bits of each pair where they go, or where they came from."""
-    halves = words.view(torch.int16)
-    moved = _moved_halves(words.device, back)[halves.int().bitwise_and_(0xFFFF)]
-    result: Tensor = moved.unflatten(-1, (-1, 2, 2)).transpose(-1, -2).flatten(-3).view(torch.int32)
-    return result
+def _put_bits(words: Tensor) -> Tensor:
+    """A copy of ``words [R, C]``, int32, with the bits of each pair where they go."""
+    halves = _halves(words)  # [R, C / 2, word, half]
+    first, second = _tables(words.device, back=False)
+    return (first[halves[..., 0, :]] | second[halves[..., 1, :]]).flatten(-2)
+
+
+def _take_bits(words: Tensor) -> Tensor:
+    """The inverse of ``_put_bits``."""
+    low, high = _halves(words).unbind(-1)  # [R, C / 2, half], what each word of the pair is now
+    first, second = _tables(words.device, back=True)
+    halves = torch.stack([first[low] | second[high], first[high] | second[low]], dim=-2)
+    return halves.short().flatten(-3).view(torch.int32)
+
+
+def _halves(words: Tensor) -> Tensor:
+    """The 16-bit halves ``[R, C / 2, 2, 2]`` of the words of each pair, as indices."""
+    return words.view(torch.int16).int().bitwise_and_(0xFFFF).unflatten(-1, (-1, 2, 2))
 
 
 @functools.lru_cache(maxsize=16)
-def _moved_halves(device: torch.device, back: bool) -> Tensor:
-    """What becomes of each of the 2^16 halves."""
+def _tables(device: torch.device, back: bool) -> tuple[Tensor, Tensor]:
+    """What each of the 2^16 halves, as that of a first and of a second word, gives to the word that keeps it; or
+    ``back``, what each low and each high half of such a word gives to the half of a first word that it keeps."""
     halves = torch.arange(2**16, dtype=torch.int32, device=device)
-    moved = torch.zeros_like(halves)
+    first, second = torch.zeros_like(halves), torch.zeros_like(halves)
     for bit, place in enumerate(itertools.chain(*PLACES)):
-        source, destination = (place, bit) if back else (bit, place)
-        moved |= (halves >> source & 1) << destination
-    return moved.short()
+        if back:
+            table = first if place < 16 else second
+            table |= (halves >> place % 16 & 1) << bit
+        else:
+            first |= (halves >> bit & 1) << place
+            second |= (halves >> bit & 1) << (place + 16) % 32
+    return first, second

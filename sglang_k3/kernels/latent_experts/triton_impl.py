@@ -41,23 +41,24 @@ TILE_ROWS = tl.constexpr(layout.TILE_ROWS)
 TILE_WORDS = tl.constexpr(layout.TILE_WORDS)
 TILE_GROUPS = tl.constexpr(layout.TILE_GROUPS)
 
-# Two bf16 at a time, a column of each word of a pair: the layout has both in one register. A product with a power of
-# two brings a value to where its sign belongs and its magnitude does: the lowest bits of the exponent and the highest
-# of the mantissa. The fourth of a half lies in pieces and is put together. That is 2^-126 times the value, 0.5 (a
-# subnormal) included. The factor makes it 2^-62 times the weight and the sum is multiplied by 2^62, so that one product
-# serves all scales from 2^-63 to 2^63 exactly, and no others.
+# Two bf16 at a time, a column of each word of a pair: the layout has both in one register. A turn of the word brings a
+# value to where its sign belongs and its magnitude does: the lowest bits of the exponent and the highest of the
+# mantissa. The fourth lies in pieces, and one product moves each as far as it must go. That is 2^-126 times the value,
+# 0.5 (a subnormal) included. The factor makes it 2^-62 times the weight and the sum is multiplied by 2^62, so that one
+# product serves all scales from 2^-63 to 2^63 exactly, and no others.
+TURNS, PRODUCT = tl.constexpr(layout.TURNS), tl.constexpr(layout.PRODUCT)
+VALUE_BITS, PIECES = tl.constexpr(0x81C081C0), tl.constexpr(0x001B001B)
 DECODE_PTX = tl.constexpr(
-    "{ .reg .b32 bits, sign, nil; mov.b32 nil, 0x80008000;"
+    "{ .reg .b32 bits, nil; mov.b32 nil, 0x80008000;"
     + "".join(
-        "".join(
-            f"mul.lo.u32 bits, {word}, {factor}; and.b32 bits, bits, 0x81C081C0;"
-            f"fma.rn.bf16x2 ${first + i}, bits, $10, nil;"
-            for i, factor in enumerate((1, 8, 64))
-        )
-        + f"and.b32 bits, {word}, 0x2C002C00; mul.hi.u32 bits, bits, {2**29 + 2**25}; and.b32 bits, bits, 0x01C001C0;"
-        f"mul.lo.u32 sign, {word}, 2; lop3.b32 bits, sign, 0x80008000, bits, 0xEA;"
-        f"fma.rn.bf16x2 ${first + 3}, bits, $10, nil;"
+        step + f"and.b32 bits, bits, {VALUE_BITS.value}; fma.rn.bf16x2 ${first + i}, bits, $10, nil;"
         for word, first in (("$8", 0), ("$9", 4))
+        for i, step in enumerate(
+            (
+                *(f"shf.l.wrap.b32 bits, {word}, {word}, {turn};" for turn in layout.TURNS),
+                f"and.b32 bits, {word}, {PIECES.value}; mul.lo.u32 bits, bits, {layout.PRODUCT};",
+            )
+        )
     )
     + "}"
 )
@@ -458,8 +459,8 @@ def _decode(words, codes, DOT: tl.constexpr, PTX: tl.constexpr):
         low_halves, high_halves = tl.split(pairs)
         values = ()
         for i in tl.static_range(8):
-            word = low_halves if i < 4 else high_halves
-            columns = tl.join(_e2m1(word & 0xFFFF, i % 4), _e2m1(word >> 16, i % 4))
+            bits = _e2m1(low_halves if i < 4 else high_halves, i % 4)
+            columns = tl.join(_fp32(bits & 0xFFFF), _fp32(bits >> 16))
             values = values + ((tl.reshape(columns, words.shape) * factors).to(DOT),)
     # A thread has its words' nibbles already: these are all names of registers.
     even = tl.join(tl.join(values[0], values[4]), tl.join(values[2], values[6]))
@@ -476,13 +477,19 @@ def _spread(factors, shape: tl.constexpr):
 
 
 @triton.jit
-def _e2m1(half, i: tl.constexpr):
-    """Value ``i`` of four in fp32, by its bits: as in ``DECODE_PTX``."""
-    if i < 3:
-        bits = (half << (3 * i)) & 0x81C0
-    else:
-        bits = ((half << 1) & 0x8000) | ((half >> 3) & 0x0180) | ((half >> 7) & 0x0040)
-    return (bits << 16).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+def _e2m1(word, i: tl.constexpr):
+    """The bits of values ``i`` of four in either half, as in ``DECODE_PTX``."""
+    if i == 3:
+        word = (word & PIECES) * PRODUCT
+    elif TURNS[i] > 0:
+        word = (word << TURNS[i]) | (word >> (32 - TURNS[i]))
+    return word & VALUE_BITS
+
+
+@triton.jit
+def _fp32(half):
+    """The value whose bits in bf16, with an exponent that is 126 too low, are ``half``."""
+    return (half << 16).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
 
 
 @triton.jit
