@@ -14,6 +14,7 @@ BF16 = torch.bfloat16
 HIDDEN, LATENT, EXPERT_WIDTH, EXPERTS, TOP_K = 7168, 3584, 3072, 896, 16
 HEADS, HEAD_DIM, CONV_CHANNELS = 96, 128, 3 * 96 * 128
 KV_WIDTH, KV_LATENT, KV_ROPE = 576, 512, 64
+MLA_HEAD = {"key_dim": 128, "shared_dim": KV_ROPE, "value_dim": 128}
 BATCHES = (1, 32, 256)
 CHUNK = 8192
 
@@ -67,13 +68,12 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         for n, length in ((1, 8192), (1, 131072), (32, 8192), (256, 2048))
     },
     "mla_prefill": {
-        "prefill-1x8192": {"lens_q": (CHUNK,), "lens_k": (CHUNK,), "heads": HEADS, "key_dim": 192, "value_dim": 128},
+        "prefill-1x8192": {"lens_q": (CHUNK,), "lens_k": (CHUNK,), "heads": HEADS, **MLA_HEAD},
         "prefill-2048-of-8192": {
             "lens_q": (2048,),
             "lens_k": (CHUNK,),
             "heads": HEADS,
-            "key_dim": 192,
-            "value_dim": 128,
+            **MLA_HEAD,
         },
     },
     "latent_experts": {

@@ -17,6 +17,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
@@ -70,7 +71,8 @@ class K3MLABackend(AttentionBackend):
         self.data_type = model_runner.kv_cache_dtype
         model = model_runner.model_config
         sizes = {
-            "K": model.qk_nope_head_dim + model.qk_rope_head_dim,
+            "K": model.qk_nope_head_dim,
+            "R": model.qk_rope_head_dim,
             "V": model.v_head_dim,
             "D": model.kv_lora_rank + model.qk_rope_head_dim,
             "L": model.kv_lora_rank,
@@ -145,8 +147,7 @@ class K3MLABackend(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         *,
-        w_uk: torch.Tensor,
-        w_uv: torch.Tensor,
+        w_kv: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
         """``o [B, H, V]``.
@@ -154,10 +155,12 @@ class K3MLABackend(AttentionBackend):
         Args:
             q: explicit query ``[B, H, K + R]``.
             k: new latent rows ``[B, L + R]``.
-            w_uk, w_uv: halves of ``kv_b_proj``, ``[H, K, L]`` and ``[H, V, L]``.
+            w_kv: ``kv_b_proj``, of each head what makes its keys and then its values, ``[H, K + V, L]``.
         """
         pool = self._write(k, layer, forward_batch)
-        q_nope, q_shared = q.split([w_uk.shape[1], q.shape[-1] - w_uk.shape[1]], dim=-1)
+        key_dim = _own_key_dim(q, k, w_kv)
+        q_nope, q_shared = q.tensor_split([key_dim], dim=-1)
+        w_uk, w_uv = w_kv.tensor_split([key_dim], dim=1)
         absorbed = torch.einsum("bhk,hkl->bhl", q_nope, w_uk)
         out, _ = self.mla_decode(
             torch.cat([absorbed, q_shared], dim=-1),
@@ -166,7 +169,7 @@ class K3MLABackend(AttentionBackend):
             kv_indices=self.req_to_token_pool.req_to_token.view(-1),
             max_len=self.req_to_token_pool.req_to_token.shape[1],
             scale=layer.scaling,
-            v_dim=w_uv.shape[-1],
+            v_dim=w_kv.shape[-1],
         )
         return torch.einsum("bhl,hvl->bhv", out.to(q.dtype), w_uv)
 
@@ -179,32 +182,41 @@ class K3MLABackend(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         *,
-        w_uk: torch.Tensor,
-        w_uv: torch.Tensor,
+        w_kv: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
         """``o [T, H, V]`` for new tokens behind their cached prefixes; arguments as in ``forward_decode``."""
         pool = self._write(k, layer, forward_batch)
         meta = self.metadata
+        key_dim = _own_key_dim(q, k, w_kv)
         attend = {"cu_seqlens_q": meta.cu_seqlens, "scale": layer.scaling}
-        out, lse = self.mla_prefill(q, *_expand(k, w_uk, w_uv), cu_seqlens_k=meta.cu_seqlens, causal=True, **attend)
+        keys, values, shared = _expand(k, w_kv, key_dim)
+        out, lse = self.mla_prefill(
+            q, keys, values, k_shared=shared, cu_seqlens_k=meta.cu_seqlens, causal=True, **attend
+        )
         for chunk in meta.prefix_chunks:
             rows = self.kv_gather(pool, loc=chunk.kv_indices).to(k.dtype)
+            keys, values, shared = _expand(rows, w_kv, key_dim)
             part = self.mla_prefill(
-                q, *_expand(rows, w_uk, w_uv), cu_seqlens_k=chunk.cu_seqlens, causal=False, **attend
+                q, keys, values, k_shared=shared, cu_seqlens_k=chunk.cu_seqlens, causal=False, **attend
             )
             out, lse = self.attn_merge(out, lse, *part)
         return out.to(q.dtype)
 
 
-def _expand(rows: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-head keys ``[N, H, K + R]`` and values ``[N, H, V]`` of latent rows ``[N, L + R]``."""
-    latent, k_shared = rows.split([w_uk.shape[-1], rows.shape[-1] - w_uk.shape[-1]], dim=-1)
-    k_nope = torch.einsum("nl,hkl->nhk", latent, w_uk)
-    k_shared = k_shared.unsqueeze(1).expand(-1, k_nope.shape[1], -1)
-    return torch.cat([k_nope, k_shared], dim=-1), torch.einsum("nl,hvl->nhv", latent, w_uv)
+def _own_key_dim(q: torch.Tensor, rows: torch.Tensor, w_kv: torch.Tensor) -> int:
+    """Key channels K that a head has for itself; the rest of a row is what all heads share, as it is."""
+    return q.shape[-1] - (rows.shape[-1] - w_kv.shape[-1])
+
+
+def _expand(rows: torch.Tensor, w_kv: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of latent rows ``[N, L + R]``: keys ``[N, H, K]`` and values ``[N, H, V]`` of each head, and keys ``[N, R]`` of
+    all. Keys and values are made by one product."""
+    latent, shared = rows.tensor_split([w_kv.shape[-1]], dim=-1)
+    keys, values = F.linear(latent, w_kv.flatten(0, 1)).unflatten(-1, w_kv.shape[:2]).tensor_split([key_dim], dim=-1)
+    return keys, values, shared
 
 
 def _offsets(lens: torch.Tensor) -> torch.Tensor:
     """Prefix sums ``[B + 1]`` int64 of ``lens [B]``."""
-    return torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+    return F.pad(lens.cumsum(0), (1, 0))

@@ -26,6 +26,9 @@ def test_equals_softmax_query_by_query(case, device):
     inputs = make_inputs(case, device)
     out, lse = mla_prefill(*inputs.args, **inputs.kwargs)
     q, k, v = fp64(*inputs.args)
+    if "k_shared" in inputs.kwargs:
+        (shared,) = fp64(inputs.kwargs["k_shared"])
+        k = torch.cat([k, shared.unsqueeze(1).expand(-1, case.heads, -1)], dim=-1)
     expected, expected_lse = torch.zeros(out.shape).double(), torch.zeros(lse.shape).double()
     begin_q = begin_k = 0
     for num_q, num_k in zip(case.lens_q, case.lens_k, strict=True):
@@ -44,9 +47,10 @@ def one_sequence(num_q, num_k, heads=2, key_dim=24, value_dim=16):
     return torch.randn(num_q, heads, key_dim), torch.randn(num_k, heads, key_dim), torch.randn(num_k, heads, value_dim)
 
 
-def attention(q, k, v, *, causal, scale=24**-0.5):
+def attention(q, k, v, *, causal, k_shared=None, scale=24**-0.5):
     lens = [torch.tensor([0, x.shape[0]], dtype=torch.int32) for x in (q, k)]
-    return mla_prefill(q, k, v, cu_seqlens_q=lens[0], cu_seqlens_k=lens[1], scale=scale, causal=causal)
+    lens = {"cu_seqlens_q": lens[0], "cu_seqlens_k": lens[1]}
+    return mla_prefill(q, k, v, k_shared=k_shared, **lens, scale=scale, causal=causal)
 
 
 def test_there_are_no_positions():
@@ -89,9 +93,29 @@ def test_huge_scores_do_not_overflow():
     assert lse.isfinite().all()
 
 
+def test_channels_of_all_heads_come_apart_or_with_each():
+    q, k, v = one_sequence(4, 20)
+    k[:, :, 16:] = k[:, :1, 16:]
+    whole = attention(q, k, v, causal=True)
+    for apart, expected in zip(attention(q, k[:, :, :16], v, causal=True, k_shared=k[:, 0, 16:]), whole, strict=True):
+        assert_close(apart, expected, TOLERANCE)
+
+
+def test_shared_channels_of_another_count_are_refused():
+    q, k, v = one_sequence(2, 4)
+    with pytest.raises(ValueError, match=r"k_shared has shape \(3, 8\), but \[N, R\] is needed"):
+        attention(q, k[:, :, :16], v, causal=True, k_shared=k[:3, 0, 16:])
+
+
+def test_queries_of_other_channels_are_refused():
+    q, k, v = one_sequence(2, 4)
+    with pytest.raises(ValueError, match=r"q has 24 channels, but K=16 of k and R=0 of k_shared make 16"):
+        attention(q, k[:, :, :16], v, causal=True)
+
+
 def test_keys_and_values_of_different_counts_are_refused():
     q, k, v = one_sequence(2, 4)
     with pytest.raises(
-        ValueError, match=r"v has shape \(3, 2, 16\), but \[N, H, V\] is needed with T=2, H=2, K=24, N=4"
+        ValueError, match=r"v has shape \(3, 2, 16\), but \[N, H, V\] is needed with T=2, H=2, Q=24, N=4, K=24, R=0"
     ):
         attention(q, k, v[:3], causal=True)

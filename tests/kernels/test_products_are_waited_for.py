@@ -49,8 +49,8 @@ def recur():
                 has_initial_state=new(1, dtype=torch.bool), scale=0.1, lower_bound=-5.0)
 
 def attend():
-    mla_prefill(new(70, 2, 192), new(90, 2, 192), new(90, 2, 128), cu_seqlens_q=int32(2), cu_seqlens_k=int32(2),
-                causal=True, scale=0.1)
+    mla_prefill(new(70, 2, 192), new(90, 2, 128), new(90, 2, 128), k_shared=new(90, 64), cu_seqlens_q=int32(2),
+                cu_seqlens_k=int32(2), causal=True, scale=0.1)
 
 with held_back() as jobs:
     for dtype in (torch.bfloat16, torch.float16):

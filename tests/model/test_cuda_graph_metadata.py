@@ -166,23 +166,20 @@ def test_a_capture_touches_no_request() -> None:
     assert (graph.mla.kv_spans[:, 0] == graph.mla.kv_spans[:, 1]).all()
 
 
-def layers() -> tuple[RadixLinearAttention, RadixAttention, dict[str, Tensor]]:
+def layers() -> tuple[RadixLinearAttention, RadixAttention, Tensor]:
     tiny = tiny_k3()
     module = KimiDeltaAttention(tiny.config, KDA_LAYER)
     tiny.load_into(module, f"layers.{KDA_LAYER}.self_attn.")
     mla = tiny.config.mla
     attention = RadixAttention(mla.num_heads, mla.latent_dim, mla.scale, 1, MLA_LAYER, v_head_dim=mla.kv_lora_rank)
-    halves = {
-        "w_uk": torch.randn(mla.num_heads, mla.qk_nope_head_dim, mla.kv_lora_rank),
-        "w_uv": torch.randn(mla.num_heads, mla.v_head_dim, mla.kv_lora_rank),
-    }
-    return module.attn, attention, halves
+    w_kv = torch.randn(mla.num_heads, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
+    return module.attn, attention, w_kv
 
 
 def test_a_padded_step_leaves_what_the_step_alone_leaves() -> None:
     """Outputs, states, snapshots and latent rows; padding rows give zeros and write only to the slot of nobody."""
     config, real, size = tiny_k3().config, 3, 4
-    kda_layer, mla_layer, halves = layers()
+    kda_layer, mla_layer, w_kv = layers()
     width, heads, mla = config.kda.width, config.kda.num_heads, config.mla
     inputs = [torch.randn(size, 3 * width), torch.randn(size, width), torch.randn(size, heads)]
     q, rows = torch.randn(size, mla.num_heads, mla.qk_head_dim), torch.randn(size, mla.latent_dim)
@@ -201,7 +198,7 @@ def test_a_padded_step_leaves_what_the_step_alone_leaves() -> None:
             graph.backend.init_forward_metadata(batch)
             n = real
         mixed = graph.backend.linear_attn_backend.forward_decode(kda_layer, batch, *(x[:n] for x in inputs))
-        attended = graph.backend.full_attn_backend.forward_decode(q[:n], rows[:n], None, mla_layer, batch, **halves)
+        attended = graph.backend.full_attn_backend.forward_decode(q[:n], rows[:n], None, mla_layer, batch, w_kv=w_kv)
         results.append((mixed, attended, runner.conv, runner.temporal, runner.kv[MLA_LAYER]))
     alone, together = results
     assert_bitwise(together[0][:real], alone[0], "outputs of KDA")

@@ -48,6 +48,10 @@ class Attention:
         return cls(mla, w_uk, w_uv)
 
     @property
+    def w_kv(self) -> Tensor:
+        return torch.cat([self.w_uk, self.w_uv], dim=1)
+
+    @property
     def layer(self) -> RadixAttention:
         mla = self.mla
         return RadixAttention(
@@ -100,7 +104,7 @@ def test_extend_is_full_causal_attention(preset: str, batch: str, piece: int, mo
     forward_batch = runner.extend(requests, lens)
     q, new = attention.query(sum(lens)), attention.rows(sum(lens))
     backend.init_forward_metadata(forward_batch)
-    out = backend.forward(q, new, None, attention.layer, forward_batch, w_uk=attention.w_uk, w_uv=attention.w_uv)
+    out = backend.forward(q, new, None, attention.layer, forward_batch, w_kv=attention.w_kv)
     pieces = zip(q.split(lens), cached, new.split(lens), strict=True)
     expected = torch.cat([attention.explicit(q_b, torch.cat([old, new_b])) for q_b, old, new_b in pieces])
     assert_close(out, expected.float(), "ratio")
@@ -115,7 +119,7 @@ def test_decode_is_the_last_row_of_full_attention(preset: str) -> None:
         forward_batch = runner.decode(requests)
         q, new = attention.query(5), attention.rows(5)
         backend.init_forward_metadata(forward_batch)
-        out = backend.forward(q, new, None, attention.layer, forward_batch, w_uk=attention.w_uk, w_uv=attention.w_uv)
+        out = backend.forward(q, new, None, attention.layer, forward_batch, w_kv=attention.w_kv)
         cached = [torch.cat([old, row]) for old, row in zip(cached, new.split(1), strict=True)]
         expected = torch.cat([attention.explicit(q_b, rows) for q_b, rows in zip(q.split(1), cached, strict=True)])
         assert_close(out, expected.float(), "ratio")
@@ -137,9 +141,7 @@ def test_a_prompt_in_any_pieces_is_one_prompt() -> None:
                 else runner.extend([request], [len(new)])
             )
             backend.init_forward_metadata(batch)
-            parts.append(
-                backend.forward(q_part, new, None, attention.layer, batch, w_uk=attention.w_uk, w_uv=attention.w_uv)
-            )
+            parts.append(backend.forward(q_part, new, None, attention.layer, batch, w_kv=attention.w_kv))
         outputs.append(torch.cat(parts))
     for other in outputs[1:]:
         assert_close(other, outputs[0], "ratio")
@@ -155,7 +157,7 @@ def test_only_the_new_rows_of_the_pool_change(mode: str) -> None:
     q, new = attention.query(sum(lens)), attention.rows(sum(lens))
     backend = K3MLABackend(runner)
     backend.init_forward_metadata(batch)
-    backend.forward(q, new, None, attention.layer, batch, w_uk=attention.w_uk, w_uv=attention.w_uv)
+    backend.forward(q, new, None, attention.layer, batch, w_kv=attention.w_kv)
     before[LAYER][batch.out_cache_loc, 0] = new
     for layer, pool in runner.kv.items():
         assert_bitwise(pool, before[layer], f"pool of layer {layer}")
@@ -180,11 +182,11 @@ def test_prefix_pieces_are_bounded_and_miss_nothing(batch: str, piece: int, monk
 
 def test_results_come_in_the_dtype_of_the_query() -> None:
     attention, runner, requests, _ = set_up("default", [4, 0])
-    backend, halves = K3MLABackend(runner), {"w_uk": attention.w_uk.bfloat16(), "w_uv": attention.w_uv.bfloat16()}
+    backend = K3MLABackend(runner)
     for batch, n in ((runner.extend(requests, [2, 1]), 3), (runner.decode(requests), 2)):
         backend.init_forward_metadata(batch)
         q, new = attention.query(n).bfloat16(), attention.rows(n).bfloat16()
-        out = backend.forward(q, new, None, attention.layer, batch, **halves)
+        out = backend.forward(q, new, None, attention.layer, batch, w_kv=attention.w_kv.bfloat16())
         assert (out.dtype, out.shape) == (torch.bfloat16, (n, attention.mla.num_heads, attention.mla.v_head_dim))
 
 
@@ -195,6 +197,6 @@ def test_kernels_are_chosen_by_the_sizes_of_the_model(monkeypatch: pytest.Monkey
     config = tiny_k3("odd").config
     K3MLABackend(FakeRunner(config))
     mla = config.mla
-    sizes = {"K": mla.qk_head_dim, "V": mla.v_head_dim, "D": mla.latent_dim}
+    sizes = {"K": mla.qk_nope_head_dim, "R": mla.qk_rope_head_dim, "V": mla.v_head_dim, "D": mla.latent_dim}
     sizes |= {"L": mla.kv_lora_rank, "H": mla.num_heads, "page": 1}
     assert asked["mla_decode"].sizes == asked["mla_prefill"].sizes == sizes

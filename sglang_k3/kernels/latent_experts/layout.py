@@ -134,7 +134,8 @@ def _take_bits(words: Tensor) -> Tensor:
 
 def _halves(words: Tensor) -> Tensor:
     """The 16-bit halves ``[R, C / 2, 2, 2]`` of the words of each pair, as indices."""
-    return words.view(torch.int16).int().bitwise_and_(0xFFFF).unflatten(-1, (-1, 2, 2))
+    halves: Tensor = words.view(torch.int16).int().bitwise_and_(0xFFFF).unflatten(-1, (-1, 2, 2))
+    return halves
 
 
 @functools.lru_cache(maxsize=16)

@@ -11,11 +11,14 @@ def mla_prefill(
     k: Tensor,
     v: Tensor,
     *,
+    k_shared: Tensor | None = None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
+    if k_shared is not None:
+        k = torch.cat([k, k_shared.unsqueeze(1).expand(-1, k.shape[1], -1)], dim=-1)
     out = torch.zeros(*q.shape[:2], v.shape[2], device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
     offsets_q, offsets_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

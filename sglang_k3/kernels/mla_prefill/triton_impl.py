@@ -26,12 +26,13 @@ def mla_prefill(
     k: Tensor,
     v: Tensor,
     *,
+    k_shared: Tensor | None = None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    num_tokens, num_heads, key_dim = q.shape
+    num_tokens, num_heads, _ = q.shape
     value_dim = v.shape[2]
     num_seqs = cu_seqlens_q.numel() - 1
     out = torch.empty(num_tokens, num_heads, value_dim, device=q.device)
@@ -40,10 +41,16 @@ def mla_prefill(
         return out, lse
     dtype = dot_dtype(q, k, v)
     block_m, block_n, num_warps, num_stages = (32, 32, 4, 1) if dtype == tl.float32 else (128, 64, 8, 3)
-    leading = 1 << (key_dim.bit_length() - 1)
+    if k_shared is None:  # cut so that the first part fills its tile
+        leading = 1 << (k.shape[2].bit_length() - 1)
+        k, rest = k[:, :, :leading], k[:, :, leading:]
+    else:
+        rest = k_shared.unsqueeze(1).expand(-1, num_heads, -1)
+    (_, _, leading), width = k.shape, rest.shape[2]
     _prefill[(num_tokens // block_m + num_seqs, num_heads)](
         q,
         k,
+        rest,
         v,
         cu_seqlens_q,
         cu_seqlens_k,
@@ -51,6 +58,7 @@ def mla_prefill(
         lse,
         q.stride(),
         k.stride(),
+        rest.stride(),
         v.stride(),
         cu_seqlens_q.stride(0),
         cu_seqlens_k.stride(0),
@@ -59,12 +67,12 @@ def mla_prefill(
         num_seqs,
         scale * LOG2_E,
         A=leading,
-        C=key_dim - leading,
+        C=width,
         V=value_dim,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_A=max(16, leading),
-        BLOCK_C=max(16, triton.next_power_of_2(key_dim - leading)),
+        BLOCK_A=max(16, triton.next_power_of_2(leading)),
+        BLOCK_C=max(16, triton.next_power_of_2(width)),
         BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
         DOT=dtype,
         CAUSAL=causal,
@@ -92,6 +100,7 @@ def _sequence_of_tile(tile, offsets, stride, num_seqs, SIZE: tl.constexpr):
 def _prefill(
     q,
     k,
+    rest,
     v,
     cu_seqlens_q,
     cu_seqlens_k,
@@ -99,6 +108,7 @@ def _prefill(
     lse,
     q_strides,
     k_strides,
+    rest_strides,
     v_strides,
     cu_q_stride,
     cu_k_stride,
@@ -155,7 +165,8 @@ def _prefill(
             k_a = tl.load(k_rows + a[None, :] * k_strides[2], mask=key & (a[None, :] < A), other=0.0).to(DOT)
             scores = tl.dot(q_a, tl.trans(k_a), input_precision="ieee")
             if C > 0:
-                k_c = tl.load(k_rows + (A + c[None, :]) * k_strides[2], mask=key & (c[None, :] < C), other=0.0).to(DOT)
+                rest_rows = rest + rows[:, None] * rest_strides[0] + h * rest_strides[1]
+                k_c = tl.load(rest_rows + c[None, :] * rest_strides[2], mask=key & (c[None, :] < C), other=0.0).to(DOT)
                 scores = tl.dot(q_c, tl.trans(k_c), scores, input_precision="ieee")
             scores *= scale_log2
             if masked:

@@ -2,7 +2,7 @@
 
 One latent row per token is cached, shared by all heads. Which of the two equal forms is computed, the
 absorbed one over latent rows (decode) or the explicit one over per-head keys (prefill), is the backend's
-choice: this module hands it the explicit query, the new rows and both halves of ``kv_b_proj``.
+choice: this module hands it the explicit query, the new rows and ``kv_b_proj``.
 """
 
 from __future__ import annotations
@@ -72,26 +72,17 @@ class KimiMLAAttention(nn.Module):
                 loaders[f"{name}.weight"] = whole(module)
         return loaders
 
-    def kv_b_halves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of ``kv_b_proj``: keys ``[H, K, L]`` and values ``[H, V, L]`` of every head of this rank."""
-        mla = self.mla
-        per_head = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
-        w_uk, w_uv = per_head.split([mla.qk_nope_head_dim, mla.v_head_dim], dim=1)
-        return w_uk, w_uv
-
     def forward(self, x: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         mla = self.mla
         q, _ = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)[0]))
         latent, k_shared = self.kv_a_proj_with_mqa(x)[0].split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
         rows = torch.cat([self.kv_a_layernorm(latent), k_shared], dim=-1)
-        w_uk, w_uv = self.kv_b_halves()
         o = get_attn_backend().forward(
             q=q.unflatten(-1, (self.num_heads, mla.qk_head_dim)),
             k=rows,
             layer=self.attn,
             forward_batch=forward_batch,
-            w_uk=w_uk,
-            w_uv=w_uv,
+            w_kv=self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)),
         )
         o = o.reshape(x.shape[0], self.num_heads * mla.v_head_dim)
         if self.g_proj is not None:
