@@ -1,7 +1,8 @@
 """Triton kernels of ``short_conv_prefill``: one for the outputs, then one for the states that the outputs started from.
 
-The outputs are tiles of packed tokens by channels. Each token finds the start of its sequence by bisection, so neither
-the number of sequences nor their lengths shape the grid, and the host never waits for them.
+The outputs are tiles of packed tokens by channels. Most tiles lie inside one sequence, behind its first tokens: a row
+of inputs is read once and serves the outputs of all taps. In the others each token finds the start of its sequence by
+bisection, so neither the number of sequences nor their lengths shape the grid, and the host never waits for them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sglang_k3.kernels.triton_math import sigmoid
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TOKENS, _CHANNELS = 16, 256
+_TOKENS, _CHANNELS, _START_CHANNELS = 16, 1024, 128
 _STATE_CHANNELS = 512
 
 
@@ -56,7 +57,8 @@ def short_conv_prefill(
             W=taps,
             BLOCK_T=_TOKENS,
             BLOCK_C=_CHANNELS,
-            num_warps=8,
+            BLOCK_START=_START_CHANNELS,
+            num_warps=4,
         )
     if num_seqs > 0 and taps > 1 and channels > 0:
         _states[(num_seqs, triton.cdiv(channels, _STATE_CHANNELS))](
@@ -97,40 +99,97 @@ def _outputs(
     W: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_START: tl.constexpr,
 ):
-    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    in_channels = (channels < num_channels)[None, :]
-    x_ptr += tokens.to(tl.int64)[:, None] * x_row + channels[None, :] * x_col
-    # These wait for nothing; what turns out to be of another sequence is left out below.
-    inputs: tl.tuple = ()
+    begin = tl.program_id(0) * BLOCK_T
+    tokens = begin + tl.arange(0, BLOCK_T)
+    first_channel = tl.program_id(1) * BLOCK_C
+    channels = first_channel + tl.arange(0, BLOCK_C)
+    inside = channels < num_channels
+    # These wait for nothing; a tile with a start, or at an end, does without them.
+    rows: tl.tuple = ()
+    for n in tl.static_range(BLOCK_T + W - 1):
+        token = begin + n - (W - 1)
+        in_x = inside & (token >= 0) & (token < num_tokens)
+        rows += (tl.load(x_ptr + token.to(tl.int64) * x_row + channels * x_col, mask=in_x, other=0.0),)
+    taps: tl.tuple = ()
     for tap in tl.static_range(W):
-        back = W - 1 - tap
-        in_x = ((tokens >= back) & (tokens < num_tokens))[:, None] & in_channels
-        inputs += (tl.load(x_ptr - back * x_row, mask=in_x, other=0.0),)
+        taps += (tl.load(weight_ptr + channels * weight_row + tap * weight_col, mask=inside, other=0.0),)
+
     sequence = _sequence_of(tokens, cu_seqlens_ptr, num_seqs, num_halvings)
     in_sequence = (tokens < num_tokens) & (sequence < num_seqs)
     slot = tl.load(slot_ptr + sequence, mask=in_sequence, other=-1).to(tl.int64)
     used = slot >= 0
     depth = tokens - tl.load(cu_seqlens_ptr + sequence, mask=used, other=0).to(tl.int32)
-    continues = (used & (tl.load(continues_ptr + sequence, mask=used, other=0) != 0))[:, None]
-    depth = tl.where(used, depth, -1)[:, None]
-    # Row i of the history stands W - 1 - i tokens before the start.
-    state_ptr += slot[:, None] * state_slot + channels[None, :] * state_col
-    at_a_start = tl.min(depth) < W - 1
-    y = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    depth = tl.where(used, depth, -1)
+    y_ptr += begin.to(tl.int64) * num_channels
+    if tl.min(depth) >= W - 1:
+        for n in tl.static_range(BLOCK_T):
+            y = tl.zeros([BLOCK_C], tl.float32)
+            for tap in tl.static_range(W):
+                y += rows[n + tap].to(tl.float32) * taps[tap]
+            _store(y_ptr + n * num_channels + channels, y, inside)
+    else:
+        continues = used & (tl.load(continues_ptr + sequence, mask=used, other=0) != 0)
+        for first in range(first_channel, tl.minimum(first_channel + BLOCK_C, num_channels), BLOCK_START):
+            _outputs_at_starts(
+                first + tl.arange(0, BLOCK_START)[None, :],
+                depth[:, None],
+                continues[:, None],
+                x_ptr + (tokens.to(tl.int64) * x_row)[:, None],
+                x_row,
+                x_col,
+                state_ptr + (slot * state_slot)[:, None],
+                state_row,
+                state_col,
+                weight_ptr,
+                weight_row,
+                weight_col,
+                y_ptr + (tl.arange(0, BLOCK_T) * num_channels)[:, None],
+                (tokens < num_tokens)[:, None],
+                num_channels,
+                W,
+            )
+
+
+@triton.jit
+def _outputs_at_starts(
+    channels,
+    depth,
+    continues,
+    x_ptr,
+    x_row,
+    x_col,
+    state_ptr,
+    state_row,
+    state_col,
+    weight_ptr,
+    weight_row,
+    weight_col,
+    y_ptr,
+    in_tokens,
+    num_channels,
+    W: tl.constexpr,
+):
+    """Each token looks where its taps are: in x, in the history, or nowhere. Those of no sequence have depth -1."""
+    inside = channels < num_channels
+    y = tl.zeros([depth.shape[0], channels.shape[1]], tl.float32)
     for tap in tl.static_range(W):
         back = W - 1 - tap
-        value = inputs[tap].to(tl.float32)
-        if back > 0 and at_a_start:
-            from_state = continues & (depth < back) & in_channels
-            held = tl.load(state_ptr + (depth + tap).to(tl.int64) * state_row, mask=from_state, other=0.0)
-            value = tl.where(depth >= back, value, held.to(tl.float32))
-        y += value * tl.load(weight_ptr + channels * weight_row + tap * weight_col, mask=channels < num_channels)
+        value = tl.load(x_ptr - back * x_row + channels * x_col, mask=(depth >= back) & inside, other=0.0)
+        value = value.to(tl.float32)
+        if back > 0:  # row i of the history stands W - 1 - i tokens before the start
+            in_history = continues & (depth < back) & inside
+            p_history = state_ptr + (depth + tap).to(tl.int64) * state_row + channels * state_col
+            value += tl.load(p_history, mask=in_history, other=0.0).to(tl.float32)
+        y += value * tl.load(weight_ptr + channels * weight_row + tap * weight_col, mask=inside, other=0.0)
+    _store(y_ptr + channels, tl.where(depth >= 0, y, 0.0), in_tokens & inside)
+
+
+@triton.jit
+def _store(y_ptr, y, mask):
     y *= sigmoid(y, y_ptr.dtype.element_ty)
-    y_ptr += tokens.to(tl.int64)[:, None] * num_channels + channels[None, :]
-    y = tl.where(depth >= 0, y, 0.0)
-    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=(tokens < num_tokens)[:, None] & in_channels)
+    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
