@@ -110,6 +110,21 @@ def test_a_captured_call_reads_what_the_tables_hold_at_its_replay():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lens", [(700, 64, 3000), (64, 65), (5000, 1)], ids=str)
+def test_a_broken_row_breaks_its_sequence_alone(lens):
+    """Wherever it stands in the sequence, whose results are all NaN; whoever asks the host for them must see that."""
+    (q, pool), kwargs = paged(lens, 96, max_len=8192)
+    before = FLASHMLA.fn(q, pool, **kwargs)
+    begin, end = kwargs["kv_spans"][0].tolist()
+    for place in (begin, (begin + end) // 2, end - 1):
+        broken = pool.clone()
+        broken[kwargs["kv_indices"][place]] = math.nan
+        for actual, expected in zip(FLASHMLA.fn(q, broken, **kwargs), before, strict=True):
+            assert actual[0].isnan().all()
+            assert_bitwise(actual[1:], expected[1:])
+
+
+@pytest.mark.gpu
 def test_the_pool_may_be_a_strided_view():
     (q, pool), kwargs = paged((700, 64), 96, max_len=1024)
     wide = torch.full((len(pool), 3, 576), math.nan, dtype=pool.dtype, device="cuda")

@@ -155,7 +155,12 @@ def test_a_misspelt_name_is_refused() -> None:
         ),
         ({"page_size": 64, "chunked_prefill_size": 100}, "--chunked-prefill-size 100 is not.* --page-size 64: use 128"),
         ({"page_size": 4096, "chunked_prefill_size": 2048}, "--chunked-prefill-size 2048 is not.*4096: use 4096"),
-        ({"max_mamba_cache_size": 3}, "A pool of 3 state slots is too small for one request.* that works is 4"),
+        (
+            {"max_mamba_cache_size": 3},
+            "A pool of 3 state slots is too small.*--max-mamba-cache-size that works is 4",
+        ),
+        ({"max_total_tokens": 0}, "--max-total-tokens 0 does not work.*room for a token.*or leave the flag out"),
+        ({"max_running_requests": -1}, "--max-running-requests -1 does not work.*serves nobody"),
         (
             {"radix_cache_backend": "flexkv"},
             "--radix-cache-backend flexkv does not work.*Use k3, or leave",
