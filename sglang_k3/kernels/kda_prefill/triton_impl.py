@@ -44,7 +44,6 @@ C, BS, BV = 64, 64, 64  # tokens, channels in _within_chunks, value channels in 
 FP32_TILE = 32  # all three: operands of fp32 are twice as wide and come in parts
 NUM_WARPS = 4
 WITHIN_STAGES, OVER_STAGES = 1, 3
-WITHIN_REGISTERS = None
 EPS, PER_LN_2 = tl.constexpr(L2_NORM_EPS), tl.constexpr(LOG2_E)
 LARGEST_POWER = 64  # of two, that an operand may be scaled with
 FORGOTTEN = tl.constexpr(-200.0)  # a binary log decay that is 0 in fp32, so that lower ones are no lower
@@ -97,7 +96,6 @@ def kda_prefill(
         SOLVE_DTYPE=tile.solve_dtype,
         num_warps=NUM_WARPS,
         num_stages=WITHIN_STAGES,
-        maxnreg=WITHIN_REGISTERS,
     )
     _over_chunks[(triton.cdiv(value_dim, tile.block_v), num_heads, num_seqs)](
         o,
