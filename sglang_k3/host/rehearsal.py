@@ -41,11 +41,11 @@ def rehearse(runner: ModelRunner, decode_sizes: Iterable[int], *, has_k3_cache: 
     if longest is None or longest < 1:  # prompts are not cut; what is longer than this compiles nothing new
         longest = min(runner.model_config.context_len - 1, max(PROMPT_LENGTHS))
     with torch.no_grad():
-        for size in decode_sizes:
-            _forward(runner, _decode(runner, size, in_decode), size)
-        for tracks in in_extend:
+        for tracks in in_extend:  # first, as their kernels take longest to compile
             for size, length, prefix in _extends(runner, longest):
                 _forward(runner, _extend(runner, size, length, prefix, tracks), size * length)
+        for size in decode_sizes:
+            _forward(runner, _decode(runner, size, in_decode), size)
         if has_k3_cache:
             _copy_nothing(runner)
 

@@ -73,16 +73,19 @@ def _compile_kernels(model_runner: Any) -> None:
 
     begin = time.monotonic()
     sizes, _ = get_batch_sizes_to_capture(model_runner)
-    with held_back() as jobs:
-        has_k3_cache = model_runner.server_args.radix_cache_backend == PREFIX_CACHE
-        rehearse(model_runner, sizes, has_k3_cache=has_k3_cache)
-    torch.cuda.empty_cache()  # or what the longest prompt took would be missing for the graphs
-    logger.info("K3: %d Triton kernels to compile, listed in %.1f s.", len(jobs), time.monotonic() - begin)
-    if _farm is not None:
-        try:
+    has_k3_cache = model_runner.server_args.radix_cache_backend == PREFIX_CACHE
+    try:
+        if _farm is not None:
             major, minor = torch.cuda.get_device_capability(model_runner.gpu_id)
-            _farm.compile(jobs, 10 * major + minor, _Progress(_farm.processes))
-        finally:
+            _farm.begin(10 * major + minor)
+        with held_back(None if _farm is None else _farm.submit) as jobs:
+            rehearse(model_runner, sizes, has_k3_cache=has_k3_cache)
+        torch.cuda.empty_cache()  # or what the longest prompt took would be missing for the graphs
+        logger.info("K3: %d Triton kernels to compile, listed in %.1f s.", len(jobs), time.monotonic() - begin)
+        if _farm is not None:
+            _farm.wait(_Progress(_farm.processes))
+    finally:
+        if _farm is not None:
             _farm.close()
             _farm = None
     model_runner.tp_group.barrier()  # ranks without a farm find the kernels in the cache that the ranks share

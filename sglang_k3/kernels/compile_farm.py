@@ -1,8 +1,9 @@
 """Compile Triton kernels in many processes at once, into Triton's cache on disk.
 
 Triton compiles a kernel when it is first launched, one after the other. Here launches are held back and noted
-(``held_back``), processes that share the machine's cores compile what was noted (``CompileFarm``), and the first real
-launch then finds its kernel in the cache. Needs the C compiler that Triton itself needs; neither nvcc nor a GPU.
+(``held_back``), processes that share the machine's cores compile what is noted while the noting goes on
+(``CompileFarm``), and the first real launch then finds its kernel in the cache. Needs the C compiler that Triton itself
+needs; neither nvcc nor a GPU.
 
     python -m sglang_k3.kernels.compile_farm 16    # 16 processes; on stdin 90 for sm_90, then a line for each kernel
 """
@@ -15,7 +16,7 @@ import json
 import multiprocessing
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,21 +26,32 @@ PACKAGE = __name__.split(".")[0]
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[dict[str, str]]:
+def held_back(on_new: Callable[[str], None] | None = None) -> Iterator[dict[str, str]]:
     """Inside, kernels of this package that are not compiled yet are noted and not launched; others run.
 
+    Args:
+        on_new: told each kernel when it is noted, as ``CompileFarm.submit`` takes it.
+
     Yields:
-        What ``CompileFarm.compile`` takes: where a kernel is defined and for what it is specialised, by a unique key.
+        All that were noted, by a unique key.
     """
     from triton import knobs
 
     noted: dict[str, str] = {}
+    stand_ins: list[tuple[dict[Any, Any], Any]] = []
 
-    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # noqa: A002  the name that Triton passes
+    def note(*, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # noqa: A002  the name that Triton passes
         if not fn.module.startswith(f"{PACKAGE}."):
             return False
-        job = {"module": fn.module, "name": fn.name, "data": compile["specialization_data"]}
-        noted[f"{fn.module}.{fn.name} {compile['key']}"] = json.dumps(job)
+        name = f"{fn.module}.{fn.name} {key}"
+        if name not in noted:
+            noted[name] = json.dumps({"module": fn.module, "name": fn.name, "data": compile["specialization_data"]})
+            if on_new is not None:
+                on_new(noted[name])
+        # Triton works out what to compile at each launch that finds nothing, which takes longer than a launch does.
+        kernels = fn.jit_function.device_caches[compile["device"]][0]
+        kernels[key] = _StandIn()
+        stand_ins.append((kernels, key))
         return True
 
     before = knobs.runtime.jit_cache_hook
@@ -48,6 +60,20 @@ def held_back() -> Iterator[dict[str, str]]:
         yield noted
     finally:
         knobs.runtime.jit_cache_hook = before
+        for kernels, key in stand_ins:
+            del kernels[key]
+
+
+class _StandIn:
+    """What Triton launches in place of a kernel that was noted: nothing."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_: Any) -> None:
+        return None
+
+    def run(self, *_: Any) -> None:
+        return None
 
 
 class CompileFarm:
@@ -59,6 +85,7 @@ class CompileFarm:
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
+        self._submitted = 0
         self._child = subprocess.Popen(
             [sys.executable, "-m", __name__, str(processes)],
             stdin=subprocess.PIPE,
@@ -66,31 +93,35 @@ class CompileFarm:
             text=True,
         )
 
-    def compile(self, jobs: dict[str, str], capability: int, on_progress: Callable[[int, int], None]) -> None:
-        """Wait until every kernel is in the cache.
+    def begin(self, capability: int) -> None:
+        """Compile for a GPU of this capability, as one number: 90 for sm_90."""
+        self._tell(str(capability))
+
+    def submit(self, job: str) -> None:
+        """Compile what ``held_back`` has noted, without waiting for it."""
+        self._submitted += 1
+        self._tell(job)
+
+    def wait(self, on_progress: Callable[[int, int], None]) -> None:
+        """Until every kernel that was submitted is in the cache; nothing can be submitted any more.
 
         Args:
-            jobs: as ``held_back`` yields them.
-            capability: of the GPU, as one number: 90 for sm_90.
             on_progress: told how many of how many are done, after each.
 
         Raises:
             RuntimeError: one cannot be compiled; its error is on the server's log already.
         """
         assert self._child.stdin is not None and self._child.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died: the error below says what to do
-            self._child.stdin.write("\n".join([str(capability), *jobs.values()]))
-            self._child.stdin.flush()
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.close()
-        done = 0
+        done, of = 0, self._submitted
         for line in self._child.stdout:
             if line.startswith("done"):
                 done += 1
-                on_progress(done, len(jobs))
-        if self._child.wait() or done < len(jobs):
+                on_progress(done, of)
+        if self._child.wait() or done < of:
             raise RuntimeError(
-                f"{len(jobs) - done} of {len(jobs)} Triton kernels could not be compiled; the reason is above. "
+                f"{of - done} of {of} Triton kernels could not be compiled; the reason is above. "
                 "K3PLUGIN_KERNELS=reference serves without them."
             )
 
@@ -98,6 +129,12 @@ class CompileFarm:
         if self._child.poll() is None:
             self._child.kill()
             self._child.wait()
+
+    def _tell(self, line: str) -> None:
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has died: ``wait`` says what to do
+            self._child.stdin.write(f"{line}\n")
+            self._child.stdin.flush()
 
 
 class CompileOnlyDriver:
@@ -138,19 +175,24 @@ def main(processes: int) -> int:
     for op in OPS.values():
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(f"{op}.triton_impl")
-    asked = sys.stdin.read()
-    if not asked:  # the server ended before it knew its kernels
+    capability = sys.stdin.readline()
+    if not capability:  # the server ended before it knew its kernels
         return 0
-    capability, *jobs = asked.splitlines()
     driver.set_active(CompileOnlyDriver(int(capability)))
-    # The slowest first would be best; the longest description is a good guess of it.
-    jobs.sort(key=len, reverse=True)
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
-        for compiled in as_completed([pool.submit(compile_one, job) for job in jobs]):
-            compiled.result()
-            sys.stdout.write("done\n")
-            sys.stdout.flush()
+        compiled = []
+        for job in sys.stdin:
+            compiled.append(pool.submit(compile_one, job))
+            compiled[-1].add_done_callback(_say_done)
+        for future in compiled:
+            future.result()
     return 0
+
+
+def _say_done(compiled: Future[None]) -> None:
+    if not compiled.cancelled() and compiled.exception() is None:
+        sys.stdout.write("done\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -34,13 +34,18 @@ def attend():
     spans, table = torch.empty(3, 2, dtype=torch.int64, **meta), torch.empty(300, dtype=torch.int32, **meta)
     mla_decode(q, pool, kv_spans=spans, kv_indices=table, max_len=100, scale=0.1, v_dim=512)
 
-with held_back() as jobs:
+submitted = []
+with held_back(submitted.append) as jobs:
     for call in (copy, attend, copy, attend):
         call()
 names = sorted(key.split()[0].rpartition(".")[2] for key in jobs)
 assert names == ["_attend", "_merge", "_state_copy"], names
-progress = []
-CompileFarm(2).compile(jobs, 90, lambda done, of: progress.append((done, of)))
+assert submitted == list(jobs.values())
+farm, progress = CompileFarm(2), []
+farm.begin(90)
+for job in submitted:
+    farm.submit(job)
+farm.wait(lambda done, of: progress.append((done, of)))
 assert progress == [(1, 3), (2, 3), (3, 3)], progress
 
 hits = []
@@ -69,16 +74,47 @@ def test_what_was_held_back_is_compiled_elsewhere_and_found(tmp_path: Path) -> N
 
 
 def test_a_kernel_that_cannot_be_compiled_ends_the_wait(tmp_path: Path) -> None:
-    broken = SCRIPT.replace("progress = []", "jobs = {k: j.replace('_state_copy', '_gone') for k, j in jobs.items()}")
-    done = run(broken.replace("lambda done, of: progress.append((done, of))", "lambda *_: None"), tmp_path)
+    broken = SCRIPT.replace("farm.submit(job)", "farm.submit(job.replace('_state_copy', '_gone'))")
+    done = run(broken, tmp_path)
     assert done.returncode == 1
     assert "of 3 Triton kernels could not be compiled; the reason is above" in done.stderr
     assert "has no attribute '_gone'" in done.stderr
 
 
 def test_processes_that_died_early_are_an_error_with_a_remedy(tmp_path: Path) -> None:
-    dead = SCRIPT.replace("CompileFarm(2).compile(", "farm = CompileFarm(2); farm.close(); farm.compile(")
+    dead = SCRIPT.replace("farm.begin(90)", "farm.close(); farm.begin(90)")
     done = run(dead, tmp_path)
     assert done.returncode == 1
     assert "3 of 3 Triton kernels could not be compiled" in done.stderr
     assert "BrokenPipeError" not in done.stderr
+
+
+RELAUNCHED = """
+import importlib
+import torch
+from triton import knobs
+from triton.runtime.driver import driver
+from sglang_k3.kernels.compile_farm import CompileOnlyDriver, held_back
+
+triton_impl = importlib.import_module("sglang_k3.kernels.state_copy.triton_impl")
+
+driver.set_active(CompileOnlyDriver(90))
+states = torch.empty(2, 5, 3, 64, device="meta")
+slots = torch.empty(4, dtype=torch.int32, device="meta")
+
+with held_back() as jobs:
+    note, asked = knobs.runtime.jit_cache_hook, []
+    knobs.runtime.jit_cache_hook = lambda **given: asked.append(1) or note(**given)
+    for _ in range(5):
+        triton_impl.state_copy(states, src_indices=slots, dst_indices=slots)
+    assert len(jobs) == len(asked) == 1, asked
+with held_back() as again:  # nothing is left of the first time
+    triton_impl.state_copy(states, src_indices=slots, dst_indices=slots)
+assert again == jobs
+print("ONCE")
+"""
+
+
+def test_a_kernel_is_worked_out_once_however_often_it_is_launched(tmp_path: Path) -> None:
+    done = run(RELAUNCHED, tmp_path)
+    assert done.returncode == 0 and done.stdout == "ONCE\n", done.stdout + done.stderr
