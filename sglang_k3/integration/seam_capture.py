@@ -83,7 +83,7 @@ def _compile_kernels(model_runner: Any) -> None:
         torch.cuda.empty_cache()  # or what the longest prompt took would be missing for the graphs
         logger.info("K3: %d Triton kernels to compile, listed in %.1f s.", len(jobs), time.monotonic() - begin)
         if _farm is not None:
-            _farm.wait(_Progress(_farm.processes))
+            _farm.wait(_Progress(_farm.processes, begin))
     finally:
         if _farm is not None:
             _farm.close()
@@ -92,11 +92,11 @@ def _compile_kernels(model_runner: Any) -> None:
 
 
 class _Progress:
-    """A line in the log every other second, and one at the end."""
+    """A line in the log every other second, and one at the end; times since ``begin``, when the listing began."""
 
-    def __init__(self, processes: int) -> None:
+    def __init__(self, processes: int, begin: float) -> None:
         self._processes = processes
-        self._begin = self._last = time.monotonic()
+        self._begin = self._last = begin
 
     def __call__(self, done: int, of: int) -> None:
         now = time.monotonic()

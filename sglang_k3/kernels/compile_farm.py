@@ -11,9 +11,11 @@ needs; neither nvcc nor a GPU.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import multiprocessing
+import signal
 import subprocess
 import sys
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -22,36 +24,35 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 PACKAGE = __name__.split(".")[0]
 
 
 @contextlib.contextmanager
-def held_back(on_new: Callable[[str], None] | None = None) -> Iterator[dict[str, str]]:
+def held_back(on_new: Callable[[str], None] | None = None) -> Iterator[list[str]]:
     """Inside, kernels of this package that are not compiled yet are noted and not launched; others run.
 
     Args:
         on_new: told each kernel when it is noted, as ``CompileFarm.submit`` takes it.
 
     Yields:
-        All that were noted, by a unique key.
+        All that were noted, each once.
     """
     from triton import knobs
 
-    noted: dict[str, str] = {}
+    noted: list[str] = []
     stand_ins: list[tuple[dict[Any, Any], Any]] = []
 
     def note(*, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # noqa: A002  the name that Triton passes
         if not fn.module.startswith(f"{PACKAGE}."):
             return False
-        name = f"{fn.module}.{fn.name} {key}"
-        if name not in noted:
-            noted[name] = json.dumps({"module": fn.module, "name": fn.name, "data": compile["specialization_data"]})
-            if on_new is not None:
-                on_new(noted[name])
         # Triton works out what to compile at each launch that finds nothing, which takes longer than a launch does.
         kernels = fn.jit_function.device_caches[compile["device"]][0]
         kernels[key] = _StandIn()
         stand_ins.append((kernels, key))
+        noted.append(json.dumps({"module": fn.module, "name": fn.name, "data": compile["specialization_data"]}))
+        if on_new is not None:
+            on_new(noted[-1])
         return True
 
     before = knobs.runtime.jit_cache_hook
@@ -61,7 +62,7 @@ def held_back(on_new: Callable[[str], None] | None = None) -> Iterator[dict[str,
     finally:
         knobs.runtime.jit_cache_hook = before
         for kernels, key in stand_ins:
-            del kernels[key]
+            kernels.pop(key, None)
 
 
 class _StandIn:
@@ -119,13 +120,17 @@ class CompileFarm:
             if line.startswith("done"):
                 done += 1
                 on_progress(done, of)
-        if self._child.wait() or done < of:
+        code = self._child.wait()
+        if code or done < of:
+            what = (
+                f"{of - done} of {of} Triton kernels could not be compiled" if done < of else "The compiler did not end"
+            )
             raise RuntimeError(
-                f"{of - done} of {of} Triton kernels could not be compiled; the reason is above. "
-                "K3PLUGIN_KERNELS=reference serves without them."
+                f"{what} (exit code {code}); the reason is above. K3PLUGIN_KERNELS=reference serves without them."
             )
 
     def close(self) -> None:
+        """End the processes, whatever they are doing."""
         if self._child.poll() is None:
             self._child.kill()
             self._child.wait()
@@ -168,6 +173,7 @@ def compile_one(job: str) -> None:
 
 def main(processes: int) -> int:
     """Fork the processes when the modules are loaded; each takes the next line of what the parent reads."""
+    _end_with_parent()
     from triton.runtime.driver import driver
 
     from sglang_k3.kernels import OPS
@@ -179,7 +185,8 @@ def main(processes: int) -> int:
     if not capability:  # the server ended before it knew its kernels
         return 0
     driver.set_active(CompileOnlyDriver(int(capability)))
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_end_with_parent) as pool:
         compiled = []
         for job in sys.stdin:
             compiled.append(pool.submit(compile_one, job))
@@ -187,6 +194,12 @@ def main(processes: int) -> int:
         for future in compiled:
             future.result()
     return 0
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this process with the one that started it, however that ends: its own children would wait for
+    work for ever, and hold the server's log open."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _say_done(compiled: Future[None]) -> None:

@@ -14,6 +14,7 @@ from sglang_k3.env import triton_interprets
 pytestmark = pytest.mark.skipif(triton_interprets(), reason="the interpreter compiles nothing")
 
 SCRIPT = """
+import json
 import torch
 from triton import knobs
 from triton.runtime.driver import driver
@@ -38,9 +39,9 @@ submitted = []
 with held_back(submitted.append) as jobs:
     for call in (copy, attend, copy, attend):
         call()
-names = sorted(key.split()[0].rpartition(".")[2] for key in jobs)
+names = sorted(json.loads(job)["name"] for job in jobs)
 assert names == ["_attend", "_merge", "_state_copy"], names
-assert submitted == list(jobs.values())
+assert submitted == jobs
 farm, progress = CompileFarm(2), []
 farm.begin(90)
 for job in submitted:
@@ -56,7 +57,7 @@ for call in (copy, attend):  # the second kernel of an op is never reached: ther
     except Exception:
         pass
 assert hits == [True] * 2, hits
-for job in jobs.values():
+for job in jobs:
     compile_one(job)
 assert hits == [True] * 5, hits
 print("HITS")
@@ -77,7 +78,7 @@ def test_a_kernel_that_cannot_be_compiled_ends_the_wait(tmp_path: Path) -> None:
     broken = SCRIPT.replace("farm.submit(job)", "farm.submit(job.replace('_state_copy', '_gone'))")
     done = run(broken, tmp_path)
     assert done.returncode == 1
-    assert "of 3 Triton kernels could not be compiled; the reason is above" in done.stderr
+    assert "1 of 3 Triton kernels could not be compiled (exit code 1); the reason is above" in done.stderr
     assert "has no attribute '_gone'" in done.stderr
 
 
@@ -118,3 +119,65 @@ print("ONCE")
 def test_a_kernel_is_worked_out_once_however_often_it_is_launched(tmp_path: Path) -> None:
     done = run(RELAUNCHED, tmp_path)
     assert done.returncode == 0 and done.stdout == "ONCE\n", done.stdout + done.stderr
+
+
+INTERRUPTED = """
+import sys
+import psutil
+from sglang_k3.kernels.compile_farm import CompileFarm
+
+farm = CompileFarm(3)
+farm.begin(90)
+for _ in range(3):
+    farm.submit('{"module": "time", "name": "sleep", "data": ""}')
+main = psutil.Process(farm._child.pid)
+while len(children := main.children()) < 3:
+    pass
+if sys.argv[1] == "closed":
+    farm.close()
+else:
+    main.kill()
+    try:
+        farm.wait(lambda *_: None)
+    except RuntimeError as error:
+        print(error)
+gone, alive = psutil.wait_procs(children, timeout=10)
+print(len(gone), len(alive))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("closed", "3 0"), ("killed", "3 of 3 Triton kernels could not be compiled (exit code -9); the reason is above.")],
+)
+def test_no_process_outlives_the_farm(how: str, says: str) -> None:
+    """Nor does anybody wait for ever for one that is gone."""
+    command = [sys.executable, "-c", INTERRUPTED, how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0 and done.stdout.startswith(says), done.stdout + done.stderr
+    assert done.stdout.endswith("3 0\n")
+
+
+FAILING = """
+import importlib
+import torch
+from triton import knobs
+from triton.runtime.driver import driver
+from sglang_k3.kernels.compile_farm import CompileOnlyDriver, held_back
+
+driver.set_active(CompileOnlyDriver(90))
+module = importlib.import_module("sglang_k3.kernels.state_copy.triton_impl")
+states, slots = torch.empty(2, 5, 3, 64, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
+try:
+    with held_back(lambda job: 1 / 0):
+        module.state_copy(states, src_indices=slots, dst_indices=slots)
+except ZeroDivisionError:
+    print("RAISED")
+assert knobs.runtime.jit_cache_hook is None
+assert all(not caches[0] for caches in module._state_copy.device_caches.values())
+"""
+
+
+def test_a_listing_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    done = run(FAILING, tmp_path)
+    assert done.returncode == 0 and done.stdout == "RAISED\n", done.stdout + done.stderr

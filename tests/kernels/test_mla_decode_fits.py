@@ -30,7 +30,7 @@ with held_back() as jobs:
     for heads in (12, 24, 96):
         lists = {"kv_spans": spans, "kv_indices": slots, "max_len": 100}
         mla_decode(new(2, heads, 576), new(320, 576), **lists, scale=1.0, v_dim=512)
-for job in map(json.loads, jobs.values()):
+for job in map(json.loads, jobs):
     kernel = getattr(importlib.import_module(job["module"]), job["name"]).preload(job["data"])
     print(kernel.metadata.shared)
 """

@@ -59,7 +59,7 @@ with held_back() as jobs:
     recur()
     attend()
 from_registers = set()
-for job in map(json.loads, jobs.values()):
+for job in map(json.loads, jobs):
     kernel = getattr(importlib.import_module(job["module"]), job["name"]).preload(job["data"])
     code = kernel.asm["ttgir"]
     if not re.search(r"ttng\.warp_group_dot %.* : tensor<", code):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,13 +87,77 @@ def test_one_farm_for_the_ranks_of_a_stage_on_a_machine(
 def test_progress_is_a_line_now_and_then_and_one_at_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = iter([0.0, 0.5, 2.5, 3.0, 3.5])
+    clock = iter([0.5, 2.5, 3.0, 3.5])
     monkeypatch.setattr(seam_capture.time, "monotonic", lambda: next(clock))
     with caplog.at_level("INFO"):
-        progress = seam_capture._Progress(16)
+        progress = seam_capture._Progress(16, begin=0.0)
         for done in range(1, 5):
             progress(done, 4)
     assert [record.getMessage() for record in caplog.records] == [
         "K3: 2 of 4 Triton kernels compiled by 16 processes in 2.5 s.",
         "K3: 4 of 4 Triton kernels compiled by 16 processes in 3.5 s.",
     ]
+
+
+class Farm:
+    """What is asked of a farm, in order; it compiles what it is given at once."""
+
+    processes = 3
+
+    def __init__(self, asked: list[Any]) -> None:
+        self.asked = asked
+
+    def begin(self, capability: int) -> None:
+        self.asked.append(capability)
+
+    def submit(self, job: str) -> None:
+        self.asked.append(job)
+
+    def wait(self, on_progress: Any) -> None:
+        self.asked.append("wait")
+        on_progress(1, 1)
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+
+@pytest.mark.parametrize("has_farm", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_are_compiled_while_they_are_listed(
+    has_farm: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks wait for each other at the end; one that shares its machine with another only lists."""
+    asked: list[Any] = []
+    monkeypatch.setattr(seam_capture, "_farm", Farm(asked) if has_farm else None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: asked.append("emptied"))
+    monkeypatch.setattr("sglang.srt.model_executor.runner.get_batch_sizes_to_capture", lambda _: ([1], None))
+
+    @contextlib.contextmanager
+    def held_back(on_new: Any) -> Any:
+        assert (on_new is not None) == has_farm
+        asked.append("listing")
+        if on_new is not None:
+            on_new("a kernel")
+        yield ["a kernel"]
+
+    def rehearse(*_: Any, **__: Any) -> None:
+        if fails:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("sglang_k3.kernels.compile_farm.held_back", held_back)
+    monkeypatch.setattr("sglang_k3.host.rehearsal.rehearse", rehearse)
+    model_runner = runner(device="cuda")
+    model_runner.gpu_id = 0
+    model_runner.server_args.radix_cache_backend = "k3"
+    model_runner.tp_group = SimpleNamespace(barrier=lambda: asked.append("barrier"))
+    if fails:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            seam_capture._compile_kernels(model_runner)
+    else:
+        seam_capture._compile_kernels(model_runner)
+    begins, waits, closes = ([90], ["wait"], ["close"]) if has_farm else ([], [], [])
+    submits = ["a kernel"] if has_farm else []
+    ends = [] if fails else ["emptied", *waits]
+    assert asked == [*begins, "listing", *submits, *ends, *closes, *([] if fails else ["barrier"])]
+    assert seam_capture._farm is None
