@@ -138,7 +138,8 @@ def host_decode(
     cache_indices: Tensor,
     scale: float,
 ) -> Tensor:
-    """The host's plain recurrence. It takes no indices: the slots are those of the sequences in their order."""
+    """fla's plain recurrence, which the host ships and does not serve with: its own decode computes gates as well. It
+    takes no indices: the slots are those of the sequences in their order."""
     o, _ = _host("fused_recurrent_kda")(
         *(x.unsqueeze(1) for x in (q, k, v, g, beta)), scale=scale, initial_state=ssm_states
     )

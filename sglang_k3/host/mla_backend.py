@@ -70,8 +70,9 @@ class K3MLABackend(AttentionBackend):
         self.max_context_len = model_runner.model_config.context_len
         self.data_type = model_runner.kv_cache_dtype
         model = model_runner.model_config
+        self.key_dim = model.qk_nope_head_dim
         sizes = {
-            "K": model.qk_nope_head_dim,
+            "K": self.key_dim,
             "R": model.qk_rope_head_dim,
             "V": model.v_head_dim,
             "D": model.kv_lora_rank + model.qk_rope_head_dim,
@@ -158,9 +159,8 @@ class K3MLABackend(AttentionBackend):
             w_kv: ``kv_b_proj``, of each head what makes its keys and then its values, ``[H, K + V, L]``.
         """
         pool = self._write(k, layer, forward_batch)
-        key_dim = _own_key_dim(q, k, w_kv)
-        q_nope, q_shared = q.tensor_split([key_dim], dim=-1)
-        w_uk, w_uv = w_kv.tensor_split([key_dim], dim=1)
+        q_nope, q_shared = q.tensor_split([self.key_dim], dim=-1)
+        w_uk, w_uv = w_kv.tensor_split([self.key_dim], dim=1)
         absorbed = torch.einsum("bhk,hkl->bhl", q_nope, w_uk)
         out, _ = self.mla_decode(
             torch.cat([absorbed, q_shared], dim=-1),
@@ -188,33 +188,27 @@ class K3MLABackend(AttentionBackend):
         """``o [T, H, V]`` for new tokens behind their cached prefixes; arguments as in ``forward_decode``."""
         pool = self._write(k, layer, forward_batch)
         meta = self.metadata
-        key_dim = _own_key_dim(q, k, w_kv)
         attend = {"cu_seqlens_q": meta.cu_seqlens, "scale": layer.scaling}
-        keys, values, shared = _expand(k, w_kv, key_dim)
+        keys, values, shared = self._expand(k, w_kv)
         out, lse = self.mla_prefill(
             q, keys, values, k_shared=shared, cu_seqlens_k=meta.cu_seqlens, causal=True, **attend
         )
         for chunk in meta.prefix_chunks:
             rows = self.kv_gather(pool, loc=chunk.kv_indices).to(k.dtype)
-            keys, values, shared = _expand(rows, w_kv, key_dim)
+            keys, values, shared = self._expand(rows, w_kv)
             part = self.mla_prefill(
                 q, keys, values, k_shared=shared, cu_seqlens_k=chunk.cu_seqlens, causal=False, **attend
             )
             out, lse = self.attn_merge(out, lse, *part)
         return out.to(q.dtype)
 
-
-def _own_key_dim(q: torch.Tensor, rows: torch.Tensor, w_kv: torch.Tensor) -> int:
-    """Key channels K that a head has for itself; the rest of a row is what all heads share, as it is."""
-    return q.shape[-1] - (rows.shape[-1] - w_kv.shape[-1])
-
-
-def _expand(rows: torch.Tensor, w_kv: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of latent rows ``[N, L + R]``: keys ``[N, H, K]`` and values ``[N, H, V]`` of each head, and keys ``[N, R]`` of
-    all. Keys and values are made by one product."""
-    latent, shared = rows.tensor_split([w_kv.shape[-1]], dim=-1)
-    keys, values = F.linear(latent, w_kv.flatten(0, 1)).unflatten(-1, w_kv.shape[:2]).tensor_split([key_dim], dim=-1)
-    return keys, values, shared
+    def _expand(self, rows: torch.Tensor, w_kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of latent rows ``[N, L + R]``: keys ``[N, H, K]`` and values ``[N, H, V]`` of each head, and keys ``[N, R]``
+        of all. Keys and values are made by one product."""
+        latent, shared = rows.tensor_split([w_kv.shape[-1]], dim=-1)
+        both = F.linear(latent, w_kv.flatten(0, 1)).unflatten(-1, w_kv.shape[:2])
+        keys, values = both.tensor_split([self.key_dim], dim=-1)
+        return keys, values, shared
 
 
 def _offsets(lens: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from sglang_k3.errors import ConfigError
 from sglang_k3.integration.graphs import set_graph_defaults
 from sglang_k3.integration.names import resolve
 from sglang_k3.integration.refusals import ATTENTION_BACKEND, PARSER, PREFIX_CACHE, refuse_unsupported
-from sglang_k3.mem.limits import SLOTS_PER_REQUEST, running_requests
+from sglang_k3.mem.limits import SLOTS_PER_REQUEST
 from sglang_k3.planner import STATES_PER_REQUEST, Ranks, plan_memory
 from sglang_k3.weights.audit import audit_folder, read_config
 
@@ -69,6 +69,7 @@ def fill_defaults(args: K3ServerArgs) -> None:
         args.page_size = 1 if on_cpu else 64
     _fit_grid(args)
     _choose_prefix_cache(args)
+    _refuse_empty_pools(args)
     if args.enable_multimodal is None:
         args.enable_multimodal = False
     # One tensor of host memory at a time: the host's threaded reader holds several shards.
@@ -279,8 +280,28 @@ def _choose_prefix_cache(args: K3ServerArgs) -> None:
             "Leave out one of the two."
         )
     args.radix_cache_backend = PREFIX_CACHE
-    if args.max_mamba_cache_size is not None:
-        running_requests(args.max_mamba_cache_size)
+
+
+def _refuse_empty_pools(args: K3ServerArgs) -> None:
+    """Data-parallel ranks share requests and states evenly, tokens come in whole pages, and a request takes two tokens.
+
+    Raises:
+        ConfigError: a pool would be empty on a rank; names the flag and the least that works.
+    """
+    states = SLOTS_PER_REQUEST if args.radix_cache_backend == PREFIX_CACHE else 1
+    least = {
+        "max_running_requests": args.dp_size,
+        "max_total_tokens": max(2, args.page_size),
+        "max_mamba_cache_size": args.dp_size * states,
+    }
+    for field, number in least.items():
+        asked = getattr(args, field)
+        if asked is not None and asked < number:
+            ranks = f" on {args.dp_size} data-parallel ranks" if args.dp_size > 1 else ""
+            raise ConfigError(
+                f"--{field.replace('_', '-')} {asked} leaves no room for a request{ranks}. Ask for {number} at least, "
+                "or leave the flag out."
+            )
 
 
 def _refuse_options_without_cache(args: K3ServerArgs, excluded_by: str) -> None:

@@ -38,10 +38,6 @@ def _only(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-def _default_or_some(value: int | None) -> bool:
-    return value is None or value > 0
-
-
 _UNSET = _only(None, False, 0, "", "null", "none")
 _ONE = _only(1)
 _OWN_BACKEND = "K3's MLA has no positions and an output gate, and only this package's own backend computes it"
@@ -126,15 +122,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("enable_eplb", _UNSET, "experts stay on their rank"),
     Refusal("ep_num_redundant_experts", _UNSET, "experts stay on their rank"),
     Refusal("cpu_offload_gb", _UNSET, "weights stay on the device"),
-    *(
-        Refusal(
-            field,
-            _default_or_some,
-            "a server without room for a token serves nobody",
-            "Ask for more, or leave the flag out.",
-        )
-        for field in ("max_total_tokens", "max_running_requests")
-    ),
     Refusal("tokenizer_worker_num", _ONE, _PLUGINS),
     Refusal("detokenizer_worker_num", _ONE, _PLUGINS),
     Refusal("use_ray", _UNSET, _PLUGINS),

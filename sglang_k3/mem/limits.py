@@ -77,7 +77,7 @@ def running_requests(num_slots: int) -> int:
         raise ConfigError(
             f"A pool of {num_slots} state slots is too small for one request, which needs {WORKING_SLOTS} to work in, "
             f"{PAIR_SLOTS} for snapshots and {SOURCE_SLOTS} to restore from. "
-            f"The smallest --max-mamba-cache-size that works is {SLOTS_PER_REQUEST}."
+            f"The smallest that works is {SLOTS_PER_REQUEST}."
         )
     return num_slots // SLOTS_PER_REQUEST
 

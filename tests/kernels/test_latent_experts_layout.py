@@ -1,6 +1,7 @@
 """Packed experts are moved, no bit is lost, and the way back ends where it began."""
 
 import itertools
+import operator
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from sglang_k3.kernels.dispatch import PUBLISHED
 from sglang_k3.kernels.latent_experts import IMPLS
 from sglang_k3.kernels.latent_experts.layout import PLACES, TILES, in_tiles
+from sglang_k3.kernels.latent_experts.triton_impl import DECODE_PTX
 from tests.kit.compare import assert_bitwise
 
 NAMES = TILES.arguments
@@ -91,6 +93,44 @@ def test_every_bit_goes_to_one_place():
         expected = torch.zeros(2, dtype=torch.int64)
         expected[half] = 1 << (PLACES[value][place] + 16 * word) % 32
         assert_bitwise(words[bit], expected, f"bit {bit}")
+
+
+def run_ptx(program, registers):
+    """What the instructions of ``DECODE_PTX`` hand to each product: int64 of 32 bits, by the output it is for."""
+    registers, multiplied = dict(registers), {}
+    for line in program.strip("{} ").split(";"):
+        operation, _, rest = line.strip().partition(" ")
+        names = [name.strip() for name in rest.split(",")]
+        if operation in ("", ".reg", "mov.b32"):
+            continue
+        values = [registers[name] if name in registers else int(name, 0) for name in names[1:] if name != "nil"]
+        if operation == "fma.rn.bf16x2":
+            assert names[2:] == ["$10", "nil"]
+            multiplied[int(names[0][1:])] = values[0]
+        elif operation == "shf.l.wrap.b32":
+            low, high, by = values
+            assert low is high
+            registers[names[0]] = (low << by | low >> (32 - by)) & 0xFFFFFFFF
+        else:
+            registers[names[0]] = {"and.b32": operator.and_, "mul.lo.u32": operator.mul}[operation](
+                *values
+            ) & 0xFFFFFFFF
+    return multiplied
+
+
+def test_the_instructions_of_the_kernel_find_every_value():
+    """All halves, as those of either word of a pair: each column comes out with sign and magnitude where a bf16 has
+    them, for the output that the kernel takes it from."""
+    halves = torch.arange(2**16, dtype=torch.int64)
+    words = torch.stack([halves | halves.flip(0) << 16, halves.roll(777) | halves.roll(40503) << 16], dim=1)
+    published = (words & 0xFFFFFFFF).to(torch.uint32).view(torch.uint8)[:, None]  # a row of two words each
+    pairs = moved("w2", published)[:, 0].contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    found = run_ptx(DECODE_PTX.value, {"$8": pairs[:, 0], "$9": pairs[:, 1], "$10": None})
+    assert sorted(found) == list(range(8))
+    for column, bits in found.items():
+        codes = words >> (4 * column) & 0xF  # of either word
+        expected = (codes >> 3) << 15 | (codes & 7) << 6
+        assert_bitwise(bits, expected[:, 0] | expected[:, 1] << 16, f"column {column}")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -113,7 +113,7 @@ def test_a_captured_call_reads_what_the_tables_hold_at_its_replay():
 @pytest.mark.parametrize("lens", [(700, 64, 3000), (64, 65), (5000, 1)], ids=str)
 def test_a_broken_row_breaks_its_sequence_alone(lens):
     """Wherever it stands in the sequence, whose output is all NaN. Its log-sum-exp may stay a number, unlike that of
-    other kernels: merged with whatever other part, the output stays NaN."""
+    other kernels; a decode step does not read it."""
     (q, pool), kwargs = paged(lens, 96, max_len=8192)
     before = FLASHMLA.fn(q, pool, **kwargs)
     begin, end = kwargs["kv_spans"][0].tolist()

@@ -3,8 +3,9 @@ import math
 import pytest
 import torch
 
+from sglang_k3.kernels import OpContext
 from sglang_k3.kernels.attn_merge import attn_merge
-from sglang_k3.kernels.mla_prefill import cases, mla_prefill
+from sglang_k3.kernels.mla_prefill import IMPLS, cases, mla_prefill
 from sglang_k3.kernels.mla_prefill.cases import CASES, TOLERANCE, make_inputs
 from tests.kit.compare import assert_bitwise
 from tests.kit.ops import fp64, numerics_of, over_cases
@@ -105,6 +106,21 @@ def test_shared_channels_of_another_count_are_refused():
     q, k, v = one_sequence(2, 4)
     with pytest.raises(ValueError, match=r"k_shared has shape \(3, 8\), but \[N, R\] is needed"):
         attention(q, k[:, :, :16], v, causal=True, k_shared=k[:3, 0, 16:])
+
+
+def test_what_a_tile_cannot_hold_is_not_supported(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    triton_supports = IMPLS[0].supports
+    for sizes in ({"K": 192, "V": 128}, {"K": 192, "R": 0}, {"K": 128, "R": 64, "V": 128}):
+        assert triton_supports(OpContext(torch.device("cuda"), torch.bfloat16, sizes)) is None
+    for sizes, says in (({"K": 193}, "K up to 192"), ({"K": 129, "R": 1}, "K up to 128"), ({"R": 65}, "R up to 64")):
+        assert says in triton_supports(OpContext(torch.device("cuda"), torch.bfloat16, sizes))
+
+
+def test_keys_without_heads_are_refused():
+    q, k, v = one_sequence(2, 4)
+    with pytest.raises(ValueError, match=r"k has shape \(4,\), but \[N, H, K\] is needed"):
+        attention(q, k[:, 0, 0], v, causal=True)
 
 
 def test_queries_of_other_channels_are_refused():

@@ -155,12 +155,18 @@ def test_a_misspelt_name_is_refused() -> None:
         ),
         ({"page_size": 64, "chunked_prefill_size": 100}, "--chunked-prefill-size 100 is not.* --page-size 64: use 128"),
         ({"page_size": 4096, "chunked_prefill_size": 2048}, "--chunked-prefill-size 2048 is not.*4096: use 4096"),
+        ({"max_mamba_cache_size": 3}, "--max-mamba-cache-size 3 leaves no room for a request. Ask for 4 at least"),
         (
-            {"max_mamba_cache_size": 3},
-            "A pool of 3 state slots is too small.*--max-mamba-cache-size that works is 4",
+            {"max_mamba_cache_size": 7, "tp_size": 2, "ep_size": 2, "dp_size": 2, "enable_dp_attention": True},
+            "--max-mamba-cache-size 7 leaves no room for a request on 2 data-parallel ranks. Ask for 8 at least",
         ),
-        ({"max_total_tokens": 0}, "--max-total-tokens 0 does not work.*room for a token.*or leave the flag out"),
-        ({"max_running_requests": -1}, "--max-running-requests -1 does not work.*serves nobody"),
+        (
+            {"max_running_requests": 1, "tp_size": 2, "ep_size": 2, "dp_size": 2, "enable_dp_attention": True},
+            "--max-running-requests 1 leaves no room .*Ask for 2 at least",
+        ),
+        ({"max_running_requests": 0}, "--max-running-requests 0 leaves no room .*Ask for 1 at least, or leave"),
+        ({"max_total_tokens": 1}, "--max-total-tokens 1 leaves no room .*Ask for 2 at least"),
+        ({"max_total_tokens": 63, "page_size": 64}, "--max-total-tokens 63 leaves no room .*Ask for 64 at least"),
         (
             {"radix_cache_backend": "flexkv"},
             "--radix-cache-backend flexkv does not work.*Use k3, or leave",

@@ -10,7 +10,7 @@ their order is that in which the product with ``w2`` takes its columns (``in_til
 Within a row, the decode makes two bf16 at a time, of the same column in either word of a pair. Their bits therefore
 share a word: the low halves of both words make the first, the high halves the second. In a word, its four pairs of
 values lie where few steps bring a sign to bit 15 (31) and a magnitude to bits 8 to 6 (24 to 22), which are those of a
-bf16: one pair is there, two need a turn of the word, and the last one a product (see ``DECODE_PTX``).
+bf16: one pair is there, two need a rotation of the word, and the last one a multiplication (see ``DECODE_PTX``).
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ TILE_ROWS, TILE_WORDS = 128, 16
 TILE_GROUPS = TILE_WORDS // 4  # of values that share a scale
 
 # Where a word keeps the bits of the four values of its first half, each from the lowest of the magnitude to the sign;
-# those of the second half lie 16 bits further on, around the end. A turn to the left by as many bits brings them to the
-# first of these places, and what no turn can reach a product does.
-TURNS, PRODUCT = (0, 10, 13), 2**3 + 2**8 + 2**14
+# those of the second half lie 16 bits further on, around the end.
 PLACES = ((6, 7, 8, 15), (28, 29, 30, 5), (25, 26, 27, 2), (3, 4, 0, 1))
+# To the left by as many bits, and a value lies as the first one does; what no rotation brings there a product does.
+ROTATIONS, MULTIPLIER = (0, 10, 13), 2**3 + 2**8 + 2**14
+VALUE_BITS, PIECES = (sum(1 << place | 1 << (place + 16) % 32 for place in PLACES[i]) for i in (0, 3))
 
 
 def in_tiles(columns: Tensor, num_columns: int) -> Tensor:

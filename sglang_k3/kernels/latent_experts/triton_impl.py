@@ -41,22 +41,22 @@ TILE_ROWS = tl.constexpr(layout.TILE_ROWS)
 TILE_WORDS = tl.constexpr(layout.TILE_WORDS)
 TILE_GROUPS = tl.constexpr(layout.TILE_GROUPS)
 
-# Two bf16 at a time, a column of each word of a pair: the layout has both in one register. A turn of the word brings a
-# value to where its sign belongs and its magnitude does: the lowest bits of the exponent and the highest of the
-# mantissa. The fourth lies in pieces, and one product moves each as far as it must go. That is 2^-126 times the value,
-# 0.5 (a subnormal) included. The factor makes it 2^-62 times the weight and the sum is multiplied by 2^62, so that one
-# product serves all scales from 2^-63 to 2^63 exactly, and no others.
-TURNS, PRODUCT = tl.constexpr(layout.TURNS), tl.constexpr(layout.PRODUCT)
-VALUE_BITS, PIECES = tl.constexpr(0x81C081C0), tl.constexpr(0x001B001B)
+# Two bf16 at a time, a column of each word of a pair: the layout has both in one register. A rotation of it brings
+# a value to where its sign belongs and its magnitude does: the lowest bits of the exponent and the highest of the
+# mantissa. The fourth lies in pieces, and one multiplication moves each as far as it must go. That is 2^-126 times the
+# value, 0.5 (a subnormal) included. The factor makes it 2^-62 times the weight and the sum is multiplied by 2^62, so
+# that one product serves all scales from 2^-63 to 2^63 exactly, and no others.
+ROTATIONS, MULTIPLIER = tl.constexpr(layout.ROTATIONS), tl.constexpr(layout.MULTIPLIER)
+VALUE_BITS, PIECES = tl.constexpr(layout.VALUE_BITS), tl.constexpr(layout.PIECES)
 DECODE_PTX = tl.constexpr(
     "{ .reg .b32 bits, nil; mov.b32 nil, 0x80008000;"
     + "".join(
-        step + f"and.b32 bits, bits, {VALUE_BITS.value}; fma.rn.bf16x2 ${first + i}, bits, $10, nil;"
+        step + f"and.b32 bits, bits, {layout.VALUE_BITS:#x}; fma.rn.bf16x2 ${first + i}, bits, $10, nil;"
         for word, first in (("$8", 0), ("$9", 4))
         for i, step in enumerate(
             (
-                *(f"shf.l.wrap.b32 bits, {word}, {word}, {turn};" for turn in layout.TURNS),
-                f"and.b32 bits, {word}, {PIECES.value}; mul.lo.u32 bits, bits, {layout.PRODUCT};",
+                *(f"shf.l.wrap.b32 bits, {word}, {word}, {rotation};" for rotation in layout.ROTATIONS),
+                f"and.b32 bits, {word}, {layout.PIECES:#x}; mul.lo.u32 bits, bits, {layout.MULTIPLIER};",
             )
         )
     )
@@ -459,7 +459,7 @@ def _decode(words, codes, DOT: tl.constexpr, PTX: tl.constexpr):
         low_halves, high_halves = tl.split(pairs)
         values = ()
         for i in tl.static_range(8):
-            bits = _e2m1(low_halves if i < 4 else high_halves, i % 4)
+            bits = _value_bits(low_halves if i < 4 else high_halves, i % 4)
             columns = tl.join(_fp32(bits & 0xFFFF), _fp32(bits >> 16))
             values = values + ((tl.reshape(columns, words.shape) * factors).to(DOT),)
     # A thread has its words' nibbles already: these are all names of registers.
@@ -477,12 +477,12 @@ def _spread(factors, shape: tl.constexpr):
 
 
 @triton.jit
-def _e2m1(word, i: tl.constexpr):
-    """The bits of values ``i`` of four in either half, as in ``DECODE_PTX``."""
+def _value_bits(word, i: tl.constexpr):
+    """The two values ``i`` that a word keeps, in either half as a bf16 has them: by the steps of ``DECODE_PTX``."""
     if i == 3:
-        word = (word & PIECES) * PRODUCT
-    elif TURNS[i] > 0:
-        word = (word << TURNS[i]) | (word >> (32 - TURNS[i]))
+        word = (word & PIECES) * MULTIPLIER
+    elif ROTATIONS[i] > 0:
+        word = (word << ROTATIONS[i]) | (word >> (32 - ROTATIONS[i]))
     return word & VALUE_BITS
 
 

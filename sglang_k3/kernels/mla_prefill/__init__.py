@@ -26,8 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ["IMPLS", "mla_prefill"]
 
+
+def _supports(ctx: OpContext) -> str | None:
+    """A tile holds the channels of a head, and those of all heads beside them or, without these, the end of its own."""
+    own = 128 if ctx.sizes.get("R", 0) else 192
+    return supports_triton_up_to(K=own, R=64, V=128)(ctx)
+
+
 IMPLS: tuple[Impl, ...] = (
-    triton_impl(reference.mla_prefill, supports_triton_up_to(K=192, R=64, V=128)),
+    triton_impl(reference.mla_prefill, _supports),
     reference_impl(reference.mla_prefill),
 )
 
@@ -60,7 +67,7 @@ def mla_prefill(
         ValueError: a shape or dtype does not fit.
     """
     op = "mla_prefill"
-    shared = k.flatten(1)[:, :0] if k_shared is None else k_shared
+    shared = k.new_empty(*k.shape[:1], 0) if k_shared is None else k_shared
     sizes = check_shapes(
         op,
         q=(q, "T H Q"),

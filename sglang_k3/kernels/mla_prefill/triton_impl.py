@@ -1,10 +1,11 @@
 """Triton kernel of ``mla_prefill``: one program attends with a tile of queries of one head, in one pass over the keys.
 
 The grid needs sizes only: sequence ``b`` owns the tiles from ``cu_seqlens_q[b] // M + b`` on, which leaves room for
-each of its queries; a program finds its sequence by bisection and ends at once if its tile is empty. A key is its
-leading power of two of channels plus the rest, so that 192 channels cost 128 + 64.
+each of its queries; a program finds its sequence by bisection and ends at once if its tile is empty. The channels of a
+key come in two parts, each padded to a power of two: its own and those of all heads, or its leading power of two and
+the rest, so that 192 channels cost 128 + 64.
 
-Legend: H heads, B sequences, M queries and N keys of a tile, A + C key channels, V value channels.
+Legend: H heads, B sequences, M queries and N keys of a tile, A + C channels of both parts of a key, V value channels.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.driver import driver
 
 from sglang_k3.kernels.triton_math import LN_2, LOG2_E, dot_dtype, online_softmax
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+SMALL_SHARED_MEMORY = (86, 89, 120)  # architectures that have 99 KiB of it
 
 
 def mla_prefill(
@@ -40,17 +44,17 @@ def mla_prefill(
     if lse.numel() == 0:
         return out, lse
     dtype = dot_dtype(q, k, v)
-    block_m, block_n, num_warps, num_stages = (32, 32, 4, 1) if dtype == tl.float32 else (128, 64, 8, 3)
+    block_m, block_n, num_warps, num_stages = _tile(q.device, dtype)
     if k_shared is None:  # cut so that the first part fills its tile
         leading = 1 << (k.shape[2].bit_length() - 1)
-        k, rest = k[:, :, :leading], k[:, :, leading:]
+        k, k_rest = k[:, :, :leading], k[:, :, leading:]
     else:
-        rest = k_shared.unsqueeze(1).expand(-1, num_heads, -1)
-    (_, _, leading), width = k.shape, rest.shape[2]
+        k_rest = k_shared.unsqueeze(1).expand(-1, num_heads, -1)
+    key_dim, rest_dim = k.shape[2], k_rest.shape[2]
     _prefill[(num_tokens // block_m + num_seqs, num_heads)](
         q,
         k,
-        rest,
+        k_rest,
         v,
         cu_seqlens_q,
         cu_seqlens_k,
@@ -58,7 +62,7 @@ def mla_prefill(
         lse,
         q.stride(),
         k.stride(),
-        rest.stride(),
+        k_rest.stride(),
         v.stride(),
         cu_seqlens_q.stride(0),
         cu_seqlens_k.stride(0),
@@ -66,13 +70,13 @@ def mla_prefill(
         lse.stride(),
         num_seqs,
         scale * LOG2_E,
-        A=leading,
-        C=width,
+        A=key_dim,
+        C=rest_dim,
         V=value_dim,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_A=max(16, triton.next_power_of_2(leading)),
-        BLOCK_C=max(16, triton.next_power_of_2(width)),
+        BLOCK_A=max(16, triton.next_power_of_2(key_dim)),
+        BLOCK_C=max(16, triton.next_power_of_2(rest_dim)),
         BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
         DOT=dtype,
         CAUSAL=causal,
@@ -80,6 +84,14 @@ def mla_prefill(
         num_stages=num_stages,
     )
     return out, lse
+
+
+def _tile(device: torch.device, dtype: tl.dtype) -> tuple[int, int, int, int]:
+    """Queries and keys of a tile, warps and pipeline stages."""
+    if dtype == tl.float32:
+        return 32, 32, 4, 1
+    is_small = device.type != "cpu" and driver.active.get_current_target().arch in SMALL_SHARED_MEMORY
+    return 128, 32 if is_small else 64, 8, 3
 
 
 @triton.jit
@@ -100,7 +112,7 @@ def _sequence_of_tile(tile, offsets, stride, num_seqs, SIZE: tl.constexpr):
 def _prefill(
     q,
     k,
-    rest,
+    k_rest,
     v,
     cu_seqlens_q,
     cu_seqlens_k,
@@ -108,7 +120,7 @@ def _prefill(
     lse,
     q_strides,
     k_strides,
-    rest_strides,
+    k_rest_strides,
     v_strides,
     cu_q_stride,
     cu_k_stride,
@@ -165,8 +177,8 @@ def _prefill(
             k_a = tl.load(k_rows + a[None, :] * k_strides[2], mask=key & (a[None, :] < A), other=0.0).to(DOT)
             scores = tl.dot(q_a, tl.trans(k_a), input_precision="ieee")
             if C > 0:
-                rest_rows = rest + rows[:, None] * rest_strides[0] + h * rest_strides[1]
-                k_c = tl.load(rest_rows + c[None, :] * rest_strides[2], mask=key & (c[None, :] < C), other=0.0).to(DOT)
+                p_rest = k_rest + rows[:, None] * k_rest_strides[0] + h * k_rest_strides[1]
+                k_c = tl.load(p_rest + c[None, :] * k_rest_strides[2], mask=key & (c[None, :] < C), other=0.0).to(DOT)
                 scores = tl.dot(q_c, tl.trans(k_c), scores, input_precision="ieee")
             scores *= scale_log2
             if masked:

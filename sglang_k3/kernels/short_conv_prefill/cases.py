@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOLERANCE = "ratio"
+BF16 = torch.bfloat16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class Case(BaseCase):
 
 CASES = tuple(
     Case(lens=lens, channels=channels, taps=taps, padding=padding, fresh=fresh, track=track, dtype=dtype, seed=seed)
-    for dtype in (torch.float32, torch.bfloat16)
+    for dtype in (torch.float32, BF16)
     for seed, (lens, channels, taps, padding, fresh, track) in enumerate(
         [
             ((1,), 1, 4, (), (), False),
@@ -38,9 +39,10 @@ CASES = tuple(
             ((4, 0, 2, 8), 64, 4, (1, 2), (0, 2), True),
             ((16, 17), 63, 2, (), (0,), True),
             ((3, 64, 1), 48, 5, (0,), (), True),
+            ((40, 3, 37), 130, 4, (), (2,), True),
         ]
     )
-)
+) + (Case(lens=(52,), channels=1030, seed=20), Case(lens=(52, 9), channels=1030, padding=(1,), dtype=BF16, seed=21))
 
 
 def make_inputs(case: Case, device: torch.device | str) -> Inputs:
