@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 STATE_CHUNK = 64  # tokens between the depths at which the host keeps a state in prefill
 TRACK_INTERVAL = 256  # the least number of tokens between two states of one answer
+LEAST_TOKENS = 8  # of a pool: the host takes prompts that are at least seven shorter
 CPU_RUNNING_REQUESTS = 16
 CPU_STATE_BYTES = 1 << 30
 CPU_KV_BYTES = 512 << 20
@@ -283,16 +284,15 @@ def _choose_prefix_cache(args: K3ServerArgs) -> None:
 
 
 def _refuse_empty_pools(args: K3ServerArgs) -> None:
-    """Data-parallel ranks share requests and states evenly, tokens come in whole pages, and a request takes two tokens.
+    """Data-parallel ranks share requests and states evenly, and tokens come in whole pages.
 
     Raises:
         ConfigError: a pool would be empty on a rank; names the flag and the least that works.
     """
-    states = SLOTS_PER_REQUEST if args.radix_cache_backend == PREFIX_CACHE else 1
     least = {
         "max_running_requests": args.dp_size,
-        "max_total_tokens": max(2, args.page_size),
-        "max_mamba_cache_size": args.dp_size * states,
+        "max_total_tokens": max(LEAST_TOKENS, args.page_size),
+        "max_mamba_cache_size": args.dp_size * _least_states(args),
     }
     for field, number in least.items():
         asked = getattr(args, field)
@@ -302,6 +302,16 @@ def _refuse_empty_pools(args: K3ServerArgs) -> None:
                 f"--{field.replace('_', '-')} {asked} leaves no room for a request{ranks}. Ask for {number} at least, "
                 "or leave the flag out."
             )
+
+
+def _least_states(args: K3ServerArgs) -> int:
+    """How many states the prefix cache, or the host without one, counts for each running request."""
+    if args.radix_cache_backend == PREFIX_CACHE:
+        return SLOTS_PER_REQUEST
+    if args.disable_radix_cache:
+        return 1
+    of_the_host = {"no_buffer": 3, "extra_buffer_lazy": 4}
+    return of_the_host.get(args.mamba_radix_cache_strategy, 4 if args.disable_overlap_schedule else 5)
 
 
 def _refuse_options_without_cache(args: K3ServerArgs, excluded_by: str) -> None:

@@ -197,8 +197,8 @@ def main(processes: int) -> int:
 
 
 def _end_with_parent() -> None:
-    """Let the kernel end this process with the one that started it, however that ends: its own children would wait for
-    work for ever, and hold the server's log open."""
+    """Let the kernel end this process with the thread that started it, however that ends: its own children would wait
+    for work for ever, and hold the server's log open."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

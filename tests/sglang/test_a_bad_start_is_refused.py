@@ -165,7 +165,13 @@ def test_a_misspelt_name_is_refused() -> None:
             "--max-running-requests 1 leaves no room .*Ask for 2 at least",
         ),
         ({"max_running_requests": 0}, "--max-running-requests 0 leaves no room .*Ask for 1 at least, or leave"),
-        ({"max_total_tokens": 1}, "--max-total-tokens 1 leaves no room .*Ask for 2 at least"),
+        ({"max_total_tokens": 7}, "--max-total-tokens 7 leaves no room .*Ask for 8 at least"),
+        ({"max_mamba_cache_size": 0, "disable_radix_cache": True}, "--max-mamba-cache-size 0 .*Ask for 1 at least"),
+        pytest.param(
+            {"max_mamba_cache_size": 4, "mamba_radix_cache_strategy": "extra_buffer"},
+            "--max-mamba-cache-size 4 leaves no room .*Ask for 5 at least",
+            marks=pytest.mark.refuses("host"),
+        ),
         ({"max_total_tokens": 63, "page_size": 64}, "--max-total-tokens 63 leaves no room .*Ask for 64 at least"),
         (
             {"radix_cache_backend": "flexkv"},

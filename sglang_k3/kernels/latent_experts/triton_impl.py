@@ -29,6 +29,7 @@ import triton.language as tl
 
 from sglang_k3.kernels.latent_experts import layout
 from sglang_k3.kernels.triton_math import dot_dtype, sigmoid, soft_cap
+from sglang_k3.kernels.triton_support import has_small_shared_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,7 +105,7 @@ def latent_experts(
     if out.numel() == 0:
         return out
     is_packed = w13_scale is not None
-    tiles = _tiles(num_pairs / num_experts, is_packed=is_packed, dtype=z.dtype)
+    tiles = _tiles(num_pairs / num_experts, is_packed=is_packed, dtype=z.dtype, device=z.device)
     if is_packed:
         w13, w2 = w13.view(torch.int32), w2.view(torch.int32)
     if num_tokens == 1:
@@ -166,7 +167,7 @@ def latent_experts(
     return out
 
 
-def _tiles(pairs_per_expert: float, *, is_packed: bool, dtype: torch.dtype) -> tuple[Tile, ...]:
+def _tiles(pairs_per_expert: float, *, is_packed: bool, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
     """Of large blocks, if any, and small ones.
 
     By the mean number of choices of an expert, an upper bound where other ranks hold experts too. Both take columns
@@ -179,7 +180,9 @@ def _tiles(pairs_per_expert: float, *, is_packed: bool, dtype: torch.dtype) -> t
     if pairs_per_expert <= 8:
         return (Tile(8, 128, 32 if is_packed else 128, 4, 3),)
     k = 16 if is_packed else 64
-    return Tile(128, 128, k, 4, 3), Tile(32 if pairs_per_expert <= 32 else 64, 128, k, 4, 3)
+    return Tile(128, 128, k, 4, 2 if has_small_shared_memory(device) else 3), Tile(
+        32 if pairs_per_expert <= 32 else 64, 128, k, 4, 3
+    )
 
 
 def part_sizes(*sizes: int) -> list[int]:

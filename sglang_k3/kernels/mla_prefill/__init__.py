@@ -85,6 +85,8 @@ def mla_prefill(
     check_dtypes(op, FLOATS, q=q, k=k, v=v, k_shared=shared)
     check_dtypes(op, INTEGERS, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     fn = bind(op, OpContext(q.device, q.dtype, sizes))
+    if not sizes["R"]:
+        k_shared = None
     attended: tuple[Tensor, Tensor] = fn(
         q, k, v, k_shared=k_shared, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, scale=scale, causal=causal
     )

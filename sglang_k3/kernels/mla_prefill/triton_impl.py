@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.driver import driver
 
 from sglang_k3.kernels.triton_math import LN_2, LOG2_E, dot_dtype, online_softmax
+from sglang_k3.kernels.triton_support import has_small_shared_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-SMALL_SHARED_MEMORY = (86, 89, 120)  # architectures that have 99 KiB of it
 
 
 def mla_prefill(
@@ -43,7 +41,7 @@ def mla_prefill(
     lse = torch.empty(num_tokens, num_heads, device=q.device)
     if lse.numel() == 0:
         return out, lse
-    dtype = dot_dtype(q, k, v)
+    dtype = dot_dtype(q, k, v, *(() if k_shared is None else (k_shared,)))
     block_m, block_n, num_warps, num_stages = _tile(q.device, dtype)
     if k_shared is None:  # cut so that the first part fills its tile
         leading = 1 << (k.shape[2].bit_length() - 1)
@@ -90,8 +88,7 @@ def _tile(device: torch.device, dtype: tl.dtype) -> tuple[int, int, int, int]:
     """Queries and keys of a tile, warps and pipeline stages."""
     if dtype == tl.float32:
         return 32, 32, 4, 1
-    is_small = device.type != "cpu" and driver.active.get_current_target().arch in SMALL_SHARED_MEMORY
-    return 128, 32 if is_small else 64, 8, 3
+    return 128, 32 if has_small_shared_memory(device) else 64, 8, 3
 
 
 @triton.jit
