@@ -4,19 +4,25 @@ For a result in fp32 they are as exact as those of torch, to one or two ulp: ``t
 of its argument, there is no ``tl.tanh``, and ``/`` is not rounded correctly; libdevice has better ones, but not for the
 interpreter. A result that is rounded to 16 bits takes the instructions of the device as they are: off by less than
 2^-16 of the value, a sixteenth of half an ulp of fp16.
+
+And what their launchers share: the dtype of products, and how much of a GPU a tile may take.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.driver import driver
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Architectures that give a program 99 KiB of shared memory; others have 163 and more.
+SMALL_SHARED_MEMORY = (86, 89, 120, 121)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = 1.4426950408889634
 
@@ -91,3 +97,9 @@ def dot_dtype(*tensors: Tensor) -> tl.dtype:
     if len(dtypes) > 1 or torch.float32 in dtypes:
         return tl.float32
     return tl.bfloat16 if torch.bfloat16 in dtypes else tl.float16
+
+
+@functools.cache
+def has_small_shared_memory(device: torch.device) -> bool:
+    """Whether tiles must be small; never in the interpreter."""
+    return device.type != "cpu" and driver.active.get_current_target().arch in SMALL_SHARED_MEMORY

@@ -15,12 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MIN_CAPABILITY = (8, 0)
-SMALL_SHARED_MEMORY = (
-    86,
-    89,
-    120,
-    121,
-)  # architectures that give a program 99 KiB of it, where others have 163 and more
 
 
 def supports_triton(ctx: OpContext) -> str | None:
@@ -33,14 +27,6 @@ def supports_triton(ctx: OpContext) -> str | None:
     if ctx.device.type == "cpu" and triton_interprets():
         return None
     return f"needs a CUDA device of sm_80 or newer, got {ctx.device.type}"
-
-
-@functools.cache
-def has_small_shared_memory(device: torch.device) -> bool:
-    """Whether tiles must be small; never in the interpreter."""
-    from triton.runtime.driver import driver
-
-    return device.type != "cpu" and driver.active.get_current_target().arch in SMALL_SHARED_MEMORY
 
 
 def supports_triton_up_to(**largest: int) -> Callable[[OpContext], str | None]:

@@ -28,8 +28,7 @@ import triton
 import triton.language as tl
 
 from sglang_k3.kernels.latent_experts import layout
-from sglang_k3.kernels.triton_math import dot_dtype, sigmoid, soft_cap
-from sglang_k3.kernels.triton_support import has_small_shared_memory
+from sglang_k3.kernels.triton_math import dot_dtype, has_small_shared_memory, sigmoid, soft_cap
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,8 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_k3.kernels.triton_math import LN_2, LOG2_E, dot_dtype, online_softmax
-from sglang_k3.kernels.triton_support import has_small_shared_memory
+from sglang_k3.kernels.triton_math import LN_2, LOG2_E, dot_dtype, has_small_shared_memory, online_softmax
 
 if TYPE_CHECKING:
     from torch import Tensor
