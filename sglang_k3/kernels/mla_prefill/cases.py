@@ -47,26 +47,19 @@ CASES = (
     Case(lens_q=(5, 3), lens_k=(9, 3), heads=2, key_dim=12, shared_dim=1, value_dim=16, broken=True, seed=14),
     Case(lens_q=(3,), lens_k=(0,), heads=2, key_dim=8, shared_dim=4, value_dim=8, seed=15),
     Case(lens_q=(17,), lens_k=(63,), heads=2, key_dim=128, shared_dim=64, value_dim=128, dtype=BF16, seed=16),
-    Case(
-        lens_q=(300, 1, 0, 257),
-        lens_k=(700, 65, 5, 257),
-        heads=3,
-        key_dim=192,
-        value_dim=128,
-        dtype=BF16,
-        seed=10,
-        marks=("gpu",),
-    ),
-    Case(
-        lens_q=(300, 1, 0, 257),
-        lens_k=(700, 65, 5, 257),
-        heads=3,
-        key_dim=128,
-        shared_dim=64,
-        value_dim=128,
-        dtype=BF16,
-        seed=17,
-        marks=("gpu",),
+    *(
+        Case(
+            lens_q=(300, 1, 0, 257),
+            lens_k=(700, 65, 5, 257),
+            heads=3,
+            key_dim=192 - shared_dim,
+            shared_dim=shared_dim,
+            value_dim=128,
+            dtype=BF16,
+            seed=seed,
+            marks=("gpu",),
+        )
+        for seed, shared_dim in ((10, 0), (17, 64))
     ),
 )
 

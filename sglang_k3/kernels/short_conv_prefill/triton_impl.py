@@ -1,8 +1,8 @@
 """Triton kernels of ``short_conv_prefill``: one for the outputs, then one for the states that the outputs started from.
 
-The outputs are tiles of packed tokens by channels. Most tiles lie inside one sequence, behind its first tokens: a row
-of inputs is read once and serves the outputs of all taps. In the others each token finds the start of its sequence by
-bisection, so neither the number of sequences nor their lengths shape the grid, and the host never waits for them.
+The outputs are tiles of packed tokens by channels. Each token finds the start of its sequence by bisection, so neither
+the number of sequences nor their lengths shape the grid, and the host never waits for them. Where a tile lies inside
+one sequence, behind its first tokens, a row of inputs is read once and serves the outputs of all taps.
 """
 
 from __future__ import annotations
