@@ -28,7 +28,9 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "sigmoid_gate": {name: {"tokens": n, "width": HEADS * HEAD_DIM} for name, n in _ROWS.items()},
     "situ_and_mul": {name: {"tokens": n, "width": EXPERT_WIDTH} for name, n in _ROWS.items()},
-    "depth_mix": {name: {"rows": 8, "tokens": n, "width": HIDDEN, "normed": True} for name, n in _ROWS.items()},
+    "depth_mix": {
+        name: {"rows": 8, "tokens": n, "width": HIDDEN, "normed": True, "added": True} for name, n in _ROWS.items()
+    },
     "kda_gate": {name: {"tokens": n, "heads": HEADS, "key_dim": HEAD_DIM} for name, n in _ROWS.items()},
     "short_conv_prefill": {
         "prefill-1x8192": {"lens": (CHUNK,), "channels": CONV_CHANNELS},

@@ -90,11 +90,12 @@ class KimiK3Model(nn.Module):
     ) -> torch.Tensor | PPProxyTensors:
         """Final hidden states ``[T, D]``, or the hand-off to the next pipeline stage."""
         prefix_sum, bank = self._enter(input_ids, input_embeds, pp_proxy_tensors)
+        delta = None
         for index in range(self.start_layer, self.end_layer):
-            prefix_sum = self.layers[index](prefix_sum, bank, forward_batch)
+            prefix_sum, delta = self.layers[index](prefix_sum, delta, bank, forward_batch)
         if not self.pp_group.is_last_rank:
-            return self._hand_over(prefix_sum, bank)
-        return self.output_attn_res(bank, prefix_sum, self.norm)
+            return self._hand_over(prefix_sum if delta is None else prefix_sum + delta, bank)
+        return self.output_attn_res(bank, prefix_sum, delta, self.norm)[0]
 
     def _enter(
         self,

@@ -25,7 +25,7 @@ OPS_IN_TRITON = [op for op in OPS if any(impl.name == "triton" for impl in impor
 # For ops whose rows are independent of each other: the dimension that counts the rows, by argument.
 ROWS = {
     "attn_merge": {"out_a": 0, "lse_a": 0, "out_b": 0, "lse_b": 0},
-    "depth_mix": {"bank": 1, "prefix_sum": 0},
+    "depth_mix": {"bank": 1, "prefix_sum": 0, "delta": 0},
     "gated_rms_norm": {"o": 0, "gate": 0},
     "kda_decode": {"q": 0, "k": 0, "v": 0, "g": 0, "beta": 0, "cache_indices": 0},
     "kda_gate": {"a": 0, "b": 0},

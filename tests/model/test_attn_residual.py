@@ -78,7 +78,7 @@ def test_with_a_zero_projection_the_mix_is_the_mean(num_rows: int) -> None:
     rows, prefix_sum = torch.randn(num_rows, TOKENS, SIZE), torch.randn(TOKENS, SIZE)
     mix, norm = mix_of(torch.rand(SIZE), torch.zeros(SIZE)), random_norm()
     mean = torch.cat([rows, prefix_sum.unsqueeze(0)]).double().mean(0)
-    assert_close(mix(bank_of(rows, 8), prefix_sum, norm), norm(mean.float()), "ratio")
+    assert_close(mix(bank_of(rows, 8), prefix_sum, None, norm)[0], norm(mean.float()), "ratio")
 
 
 def test_an_empty_bank_leaves_the_prefix_to_the_norm() -> None:
@@ -86,14 +86,20 @@ def test_an_empty_bank_leaves_the_prefix_to_the_norm() -> None:
     prefix_sum = torch.randn(TOKENS, SIZE)
     mix = mix_of(torch.full((SIZE,), torch.nan), torch.full((SIZE,), torch.nan))
     norm = random_norm()
-    assert_bitwise(mix(ResidualBank.empty(2, prefix_sum), prefix_sum, norm), norm(prefix_sum))
+    bank = ResidualBank.empty(2, prefix_sum)
+    for delta in (None, torch.randn(TOKENS, SIZE)):
+        out, mixed = mix(bank, prefix_sum, delta, norm)
+        assert_bitwise(mixed, prefix_sum if delta is None else prefix_sum + delta)
+        assert_bitwise(out, norm(mixed))
 
 
 def test_rows_that_are_not_appended_yet_are_not_read() -> None:
     """The buffer behind the last row is uninitialised."""
     rows, prefix_sum = torch.randn(2, TOKENS, SIZE), torch.randn(TOKENS, SIZE)
     mix, norm = mix_of(torch.rand(SIZE), torch.randn(SIZE)), random_norm()
-    assert_bitwise(mix(bank_of(rows, 8), prefix_sum, norm), mix(bank_of(rows, 2), prefix_sum, norm))
+    delta = torch.randn(TOKENS, SIZE)
+    many, few = (mix(bank_of(rows, size), prefix_sum, delta, norm) for size in (8, 2))
+    assert_bitwise(many[0], few[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -102,7 +108,8 @@ def test_the_mix_is_the_equation(dtype: torch.dtype) -> None:
     rows, prefix_sum = torch.randn(3, TOKENS, SIZE).to(dtype), torch.randn(TOKENS, SIZE).to(dtype)
     norm, proj = torch.rand(SIZE) + 0.5, torch.randn(SIZE)
     output_norm = random_norm(dtype)
-    actual = mix_of(norm, proj)(bank_of(rows, 3), prefix_sum, output_norm)
+    delta = torch.randn(TOKENS, SIZE).to(dtype)
+    actual, prefix_sum = mix_of(norm, proj)(bank_of(rows, 3), prefix_sum, delta, output_norm)
     mixed = [
         equations.depth_mix(
             [*rows[:, t].double(), prefix_sum[t].double()],

@@ -18,7 +18,7 @@ from sglang_k3.kernels.kda_step import L2_NORM_EPS
 if TYPE_CHECKING:
     from torch import Tensor
 
-BV = 16
+BV = 4
 NUM_WARPS = 1
 EPS = tl.constexpr(L2_NORM_EPS)
 

@@ -47,6 +47,9 @@ CASES = (
     # More rows and more words than a tile has, and a smaller one behind them.
     Case(tokens=5, latent=288, width=96, experts=3, top_k=2, packed=True, seed=20),
     Case(tokens=7, latent=160, width=288, experts=3, top_k=2, packed=True, dtype=BF16, seed=21),
+    # Weight rows in two parts, the second of which may be smaller or missing.
+    Case(tokens=16, latent=160, width=288, experts=3, top_k=2, packed=True, dtype=BF16, seed=22),
+    Case(tokens=16, latent=160, width=96, experts=3, top_k=2, packed=True, seed=23),
     *(
         Case(
             tokens=tokens,
@@ -60,7 +63,8 @@ CASES = (
             marks=("gpu",),
         )
         for seed, (tokens, width, packed) in enumerate(
-            [(1, 3072, True), (7, 384, True), (64, 384, True), (200, 384, True), (200, 384, False)], start=10
+            [(1, 3072, True), (7, 384, True), (64, 384, True), (200, 384, True), (200, 384, False), (24, 384, True)],
+            start=10,
         )
     ),
 )

@@ -1,11 +1,12 @@
 """Triton kernels of ``latent_experts``: grouped products straight from the 4-bit weights.
 
-The choices are dealt out by expert into blocks, and the rows of z are copied into these places. Then two grouped
-products run over (block, tile of weight rows), from places to places, and a last kernel weights and adds the outputs of
-a token, in the order of its choices. An expert with many choices has large blocks, which decode its weights less often;
-what is left over goes to small ones. Nothing waits for the host: the number of blocks has a bound from sizes alone, and
-programs beyond the last block end at once. Places that stay empty are neither read nor written. A single token needs no
-plan: each choice is a block of one.
+The choices are dealt out by expert into blocks. Then two grouped products run over (block, tile of weight rows), into
+the places of the blocks, and a last kernel weights and adds the outputs of a token, in the order of its choices. The
+first product finds the token of each place; programs of large blocks have no registers left for that many addresses, so
+for them tokens are copied into the places first. An expert with many choices has large blocks, which decode its weights
+less often; what is left over goes to small ones. Nothing waits for the host: the number of blocks has a bound from
+sizes alone, and programs beyond the last block end at once. Places that stay empty are neither read nor written. A
+single token needs no plan: each choice is a block of one.
 
 The product is taken as ``weight x^T``: the matrix units accept their left operand from registers, so weights are
 decoded where they are used and only their 4 bits pass through shared memory. A word of a weight holds 8 columns. For
@@ -14,6 +15,9 @@ column i of its words meets one stretch of a row and nothing is interleaved. Pac
 take them, not as they are published (``layout``): otherwise a program would gather short pieces of many rows.
 
 Sizes that change from call to call (blocks, choices) are not specialised, so that each tile is compiled once.
+
+What a program reads of activations serves all weight rows of its tile, which it multiplies a part after the other:
+where experts have many choices, the cache is busy with these reads.
 
 Legend: T tokens, P = T k choices, E experts, M choices of a block, N weight rows of a tile, K contracted columns,
 W = K / 8 words of a row.
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 PLAN_BLOCK = 1024
 ARRANGE_BLOCK = 512
 COMBINE_BLOCK = 1024
+MAX_FOUND = 32  # choices of a block whose tokens are found where they are
 GROUP_WORDS = tl.constexpr(4)  # 32 values share a scale
 TILE_ROWS = tl.constexpr(layout.TILE_ROWS)
 TILE_WORDS = tl.constexpr(layout.TILE_WORDS)
@@ -80,7 +85,7 @@ class Blocks(NamedTuple):
 
     tile: Tile
     num_blocks: int
-    first_row: int
+    first_place: int
     table: Tensor | None
 
 
@@ -109,26 +114,27 @@ def latent_experts(
         w13, w2 = w13.view(torch.int32), w2.view(torch.int32)
     if num_tokens == 1:
         # Half as many weight rows at a time give all parts of a GPU something to do.
-        blocks = [Blocks(tiles[-1]._replace(n=tiles[-1].n // 2), top_k, 0, None)]
-        num_rows, places = top_k, None
-        x = z.new_empty(1, latent)
+        blocks, num_places = [Blocks(tiles[-1]._replace(n=tiles[-1].n // 2), top_k, 0, None)], top_k
+        places = token_of_place = None
     else:
-        blocks, num_rows, places = _plan(topk_ids, num_experts, expert_offset, tiles)
-        x = z.new_empty(num_rows, latent)
+        blocks, num_places, places, token_of_place = _plan(topk_ids, num_experts, expert_offset, tiles)
+    is_copied = num_tokens > 1 and tiles[-1].m > MAX_FOUND
+    x = z.new_empty(num_places if is_copied else num_tokens, latent)
     _arrange[(num_tokens, triton.cdiv(latent, ARRANGE_BLOCK))](
-        z, places, x, z.stride(), TOP_K=top_k, L=latent, PACKED=is_packed, BLOCK=ARRANGE_BLOCK
+        z, places if is_copied else None, x, z.stride(), TOP_K=top_k, L=latent, PACKED=is_packed, BLOCK=ARRANGE_BLOCK
     )
-    hidden, outputs = z.new_empty(num_rows, width), z.new_empty(num_rows, latent)
-    for rows, result, weight, scale, is_gate_up in (
-        (x, hidden, w13, w13_scale, True),
-        (hidden, outputs, w2, w2_scale, False),
-    ):
-        for tile, num_blocks, first_row, table in blocks:
+
+    def product(
+        rows: Tensor, row_of_place: Tensor | None, weight: Tensor, scale: Tensor | None, columns: int
+    ) -> Tensor:
+        result = z.new_empty(num_places, columns)
+        for tile, num_blocks, first_place, table in blocks:
             _expert_linear[(num_blocks * triton.cdiv(weight.shape[1], tile.n),)](
-                rows[first_row:],
+                rows[first_place:] if row_of_place is None else rows,
+                None if row_of_place is None else row_of_place[first_place:],
                 weight,
                 scale,
-                result[first_row:],
+                result[first_place:],
                 table,
                 topk_ids,
                 num_experts,
@@ -140,15 +146,21 @@ def latent_experts(
                 topk_ids.stride(1),
                 ROWS=weight.shape[1],
                 K=rows.shape[1],
-                GATE_UP=is_gate_up,
+                GATE_UP=weight is w13,
                 M=tile.m,
-                N=tile.n,
+                N=min(tile.n, layout.TILE_ROWS),
+                PARTS=triton.cdiv(tile.n, layout.TILE_ROWS),
                 BLOCK_K=tile.k,
                 DOT=dot_dtype(z),
                 ON_GPU=z.device.type != "cpu",
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
             )
+        return result
+
+    hidden = product(x, None if is_copied else token_of_place, w13, w13_scale, width)
+    del x  # the outputs may have its memory
+    outputs = product(hidden, None, w2, w2_scale, latent)
     _combine[(num_tokens, triton.cdiv(latent, COMBINE_BLOCK))](
         outputs,
         topk_weights,
@@ -179,9 +191,10 @@ def _tiles(pairs_per_expert: float, *, is_packed: bool, dtype: torch.dtype, devi
     if pairs_per_expert <= 8:
         return (Tile(8, 128, 32 if is_packed else 128, 4, 3),)
     k = 16 if is_packed else 64
-    return Tile(128, 128, k, 4, 2 if has_small_shared_memory(device) else 3), Tile(
-        32 if pairs_per_expert <= 32 else 64, 128, k, 4, 3
-    )
+    large = Tile(128, 128, k, 4, 2 if has_small_shared_memory(device) else 3)
+    if pairs_per_expert > 32:
+        return large, Tile(64, 128, k, 4, 3)
+    return large, Tile(32, 256 if is_packed else 128, k, 4, 3)
 
 
 def part_sizes(*sizes: int) -> list[int]:
@@ -191,8 +204,9 @@ def part_sizes(*sizes: int) -> list[int]:
 
 def _plan(
     topk_ids: Tensor, num_experts: int, expert_offset: int, tiles: tuple[Tile, ...]
-) -> tuple[list[Blocks], int, Tensor]:
-    """Blocks, number of places, and the place of each choice (-1 if another rank holds its expert)."""
+) -> tuple[list[Blocks], int, Tensor, Tensor]:
+    """Blocks, number of places, the place of each choice (-1 if another rank holds its expert), and the token of each
+    place; nothing where no choice is."""
     num_pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
     small, large = tiles[-1].m, tiles[0].m if len(tiles) > 1 else 0
     # The last block of an expert may be partly empty: a large one by less than half, a small one by all but one place.
@@ -202,14 +216,17 @@ def _plan(
         half = large // 2
         num_large = (num_pairs + min(num_pairs // (half + 1), num_hit) * (half - 1)) // large
         num_small = min(num_small, num_hit * triton.cdiv(half, small))
+    num_places = num_large * large + num_small * small
     sizes = part_sizes(num_experts, num_pairs, 2 * num_large, 2 * num_small)
     memory = torch.full((sum(sizes),), -1, dtype=torch.int32, device=topk_ids.device)
     last_ranks, places, *tables = memory.split(sizes)
+    token_of_place = memory.new_empty(num_places)
     grid = (triton.cdiv(num_pairs, PLAN_BLOCK),)
     common = (topk_ids, topk_ids.stride(), num_pairs, num_experts, expert_offset, last_ranks, places)
     _rank[grid](*common, TOP_K=top_k, BLOCK=PLAN_BLOCK)
     _deal[grid](
         *common,
+        token_of_place,
         *tables,
         num_large,
         TOP_K=top_k,
@@ -221,7 +238,7 @@ def _plan(
     blocks = [Blocks(tiles[-1], num_small, num_large * large, tables[1])]
     if num_large:
         blocks.insert(0, Blocks(tiles[0], num_large, 0, tables[0]))
-    return blocks, num_large * large + num_small * small, places
+    return blocks, num_places, places, token_of_place
 
 
 @triton.jit
@@ -261,6 +278,7 @@ def _deal(
     expert_offset,
     last_ranks,
     places,
+    token_of_place,
     large_table,
     small_table,
     num_large,
@@ -281,20 +299,22 @@ def _deal(
     index = tl.where(held, local, 0)
     rank = tl.load(places + pairs, mask=held, other=0)
     rest = tl.gather(counts, index, axis=0) - rank  # of the choices of its expert: this one and those behind it
-    is_small = held
+    place, is_small = tl.zeros_like(rank), held
     if LARGE > 0:
         large = (counts + (LARGE // 2 - 1)) // LARGE
         block = tl.gather(tl.cumsum(large, axis=0) - large, index, axis=0) + rank // LARGE
         is_large = held & (rank < tl.gather(large, index, axis=0) * LARGE)
-        tl.store(places + pairs, block * LARGE + rank % LARGE, mask=is_large)
+        place = block * LARGE + rank % LARGE
         _enter(large_table, block, local, rest, is_large & (rank % LARGE == 0), LARGE)
         is_small = held & ~is_large
         rank -= tl.gather(large, index, axis=0) * LARGE
         counts = tl.maximum(counts - large * LARGE, 0)
     small = tl.cdiv(counts, SMALL)
     block = tl.gather(tl.cumsum(small, axis=0) - small, index, axis=0) + rank // SMALL
-    tl.store(places + pairs, num_large * LARGE + block * SMALL + rank % SMALL, mask=is_small)
+    place = tl.where(is_small, num_large * LARGE + block * SMALL + rank % SMALL, place)
     _enter(small_table, block, local, rest, is_small & (rank % SMALL == 0), SMALL)
+    tl.store(places + pairs, place, mask=held)
+    tl.store(token_of_place + place, pairs // TOP_K, mask=held)
 
 
 @triton.jit
@@ -306,13 +326,14 @@ def _enter(table, block, local, rest, is_first, M: tl.constexpr):
 
 @triton.jit
 def _arrange(z, places, x, z_strides, TOP_K: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy a token to the places of its choices, its columns in the order in which the products take them."""
+    """Copy a token to the places of its choices, if any are given, or to its own row, its columns in the order in which
+    the products take them."""
     token = tl.program_id(0).to(tl.int64)
     order = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     columns = _column(order, L) if PACKED else order
     values = tl.load(z + token * z_strides[0] + columns * z_strides[1], mask=order < L)
     if places is None:
-        tl.store(x + order, values, mask=order < L)
+        tl.store(x + token * L + order, values, mask=order < L)
     else:
         for choice in range(TOP_K):
             place = tl.load(places + token * TOP_K + choice).to(tl.int64)
@@ -331,6 +352,7 @@ def _column(order, K: tl.constexpr):
 @triton.jit
 def _expert_linear(
     x,
+    row_of_place,
     weight,
     scale,
     out,
@@ -348,14 +370,17 @@ def _expert_linear(
     GATE_UP: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """``weight x^T`` for one tile of weight rows and one block of choices, activated if the rows are gate and up."""
+    """``weight x^T`` for ``PARTS`` times ``N`` weight rows and one block of choices, activated if the rows are gate and
+    up."""
     # The tiles of a block run side by side: they share its rows of x, and the next block may be of the same expert.
-    tile = tl.program_id(0) % tl.cdiv(ROWS, N)
-    block = tl.program_id(0) // tl.cdiv(ROWS, N)
+    num_tiles: tl.constexpr = tl.cdiv(ROWS, PARTS * N)
+    first_part = tl.program_id(0) % num_tiles * PARTS
+    block = tl.program_id(0) // num_tiles
     m = tl.arange(0, M)
     if table is None:
         expert = tl.load(topk_ids + block * ids_stride).to(tl.int32) - expert_offset
@@ -370,62 +395,96 @@ def _expert_linear(
     if (expert < 0) | (expert >= num_experts):
         return
     live = m[:, None] < num_live
-    # Outputs are found by their place in a row of out, which for gate and up is laid out as the next product wants it.
-    # Eight rows of gate and eight of up alternate: a thread holds both of a pair.
-    n = tl.arange(0, N)
+    if row_of_place is None:
+        x_rows = x + x_row * K + m[:, None] * K
+    else:
+        x_rows = x + tl.load(row_of_place + out_row + m[:, None], mask=live, other=0).to(tl.int64) * K
+    weight += expert.to(tl.int64) * weight_strides[0]
     width: tl.constexpr = ROWS // 2 if GATE_UP else ROWS
-    places = tile * (N // 2) + n // 16 * 8 + n % 8 if GATE_UP else tile * N + n
-    x_rows = x + x_row * K + m[:, None] * K
-    inside = places[:, None] < width
-    total = tl.zeros([N, M], tl.float32)
+    PTX: tl.constexpr = ON_GPU and DOT.is_bf16() and scale is not None
+    n = tl.arange(0, N)
     if scale is None:
+        # Eight rows of gate and eight of up alternate, as packed ones lie: a thread holds both of a pair.
+        places = first_part * (N // 2) + n // 16 * 8 + n % 8 if GATE_UP else first_part * N + n
         rows = n // 8 % 2 * width + places if GATE_UP else places
-        weight_rows = weight + expert.to(tl.int64) * weight_strides[0] + rows[:, None].to(tl.int64) * weight_strides[1]
+        weight_rows = weight + rows[:, None].to(tl.int64) * weight_strides[1]
+        total = tl.zeros([N, M], tl.float32)
         for start in range(0, K, BLOCK_K):
             k = (start + tl.arange(0, BLOCK_K))[None, :]
-            w = tl.load(weight_rows + k * weight_strides[2], mask=inside & (k < K), other=0.0)
+            w = tl.load(weight_rows + k * weight_strides[2], mask=(places[:, None] < width) & (k < K), other=0.0)
             a = tl.load(x_rows + k, mask=live & (k < K), other=0.0)
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
+        totals = (total,)
     else:
-        PTX: tl.constexpr = ON_GPU and DOT.is_bf16()
-        W: tl.constexpr = K // 8
-        WHOLE: tl.constexpr = W % BLOCK_K == 0  # tiles fill the row, no column needs a check
-        first_row = tile * N // TILE_ROWS * TILE_ROWS
-        num_rows = TILE_ROWS if ROWS // TILE_ROWS * TILE_ROWS == ROWS else tl.minimum(ROWS - first_row, TILE_ROWS)
-        rows = (tile * N % TILE_ROWS + n)[:, None]
-        words_of_rows = weight + expert.to(tl.int64) * weight_strides[0] + first_row * W
-        codes_of_rows = scale + expert.to(tl.int64) * scale_strides[0] + first_row * (W // GROUP_WORDS)
-        G: tl.constexpr = W // GROUP_WORDS
-        w = tl.arange(0, BLOCK_K)[None, :]
-        g = tl.arange(0, BLOCK_K // GROUP_WORDS)[None, :]
-        k = tl.arange(0, 8 * BLOCK_K)[None, :]  # all first columns of these words, then all second ones
-        x_tile = k // TILE_WORDS % (BLOCK_K // TILE_WORDS)
-        for start in range(0, W, BLOCK_K):
-            at, has_word = _in_tiles(start, w // TILE_WORDS, w % TILE_WORDS, rows, num_rows, W, TILE_WORDS, WHOLE)
-            words = tl.load(words_of_rows + at, mask=inside & has_word, other=0)
-            first = start // GROUP_WORDS
-            at, has_code = _in_tiles(first, g // TILE_GROUPS, g % TILE_GROUPS, rows, num_rows, G, TILE_GROUPS, WHOLE)
-            codes = tl.load(codes_of_rows + at, mask=inside & has_code, other=0)
-            # A row of x lies as if column i of all words were row i of eight.
-            at, has_column = _in_tiles(start, x_tile, k % TILE_WORDS, k // BLOCK_K, 8, W, TILE_WORDS, WHOLE)
-            a = tl.load(x_rows + at, mask=live & has_column, other=0.0)
-            total = tl.dot(_decode(words, codes, DOT, PTX), tl.trans(a), total, input_precision="ieee")
+        scale += expert.to(tl.int64) * scale_strides[0]
+        totals = _packed_products(
+            x_rows, live, weight, scale, first_part, ROWS, K, M, N, PARTS, BLOCK_K, DOT, ON_GPU, PTX
+        )
+    dtype = out.dtype.element_ty
+    out_rows = out + out_row * width + m[None, :] * width
+    for i in tl.static_range(PARTS):
+        total = (totals[i] * 4.611686018427388e18 if PTX else totals[i]).to(dtype)  # 2^62
+        # Outputs lie as the next product wants them.
+        if GATE_UP:
+            gate, up = tl.split(tl.permute(tl.reshape(total.to(tl.float32), [N // 16, 2, 8, M]), (0, 2, 3, 1)))
+            gate, up = tl.reshape(gate, [N // 2, M]), tl.reshape(up, [N // 2, M])
+            up = up if linear_beta is None else soft_cap(up, linear_beta, dtype)
+            total = (soft_cap(gate, beta, dtype) * sigmoid(gate, dtype) * up).to(dtype)
+        columns = (first_part + i) * total.shape[0] + tl.arange(0, total.shape[0])[:, None]
+        tl.store(out_rows + columns, total, mask=tl.trans(live) & (columns < width))
+
+
+@triton.jit
+def _packed_products(
+    x_rows,
+    live,
+    weight,
+    scale,
+    first_part,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr,
+    ON_GPU: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Sums ``[N, M]`` of each part, 2^62 too small with PTX."""
+    W: tl.constexpr = K // 8
+    G: tl.constexpr = W // GROUP_WORDS
+    WHOLE: tl.constexpr = W % BLOCK_K == 0  # tiles fill the row, no column needs a check
+    first_row = first_part * N // TILE_ROWS * TILE_ROWS  # of the tile; a part is no more than one
+    rows = (first_part * N % TILE_ROWS + tl.arange(0, N))[:, None]
+    w = tl.arange(0, BLOCK_K)[None, :]
+    g = tl.arange(0, BLOCK_K // GROUP_WORDS)[None, :]
+    k = tl.arange(0, 8 * BLOCK_K)[None, :]  # all first columns of these words, then all second ones
+    x_tile = k // TILE_WORDS % (BLOCK_K // TILE_WORDS)
+    totals = ()
+    for _ in tl.static_range(PARTS):
+        totals = totals + (tl.zeros([N, M], tl.float32),)  # type: ignore[assignment]
+    for start in range(0, W, BLOCK_K):
+        # A row of x lies as if column i of all words were row i of eight.
+        at, has_column = _in_tiles(start, x_tile, k % TILE_WORDS, k // BLOCK_K, 8, W, TILE_WORDS, WHOLE)
+        a = tl.trans(tl.load(x_rows + at, mask=live & has_column, other=0.0))
+        sums = ()
+        for i in tl.static_range(PARTS):
+            first = first_row + i * N
+            size = TILE_ROWS if ROWS // TILE_ROWS * TILE_ROWS == ROWS else tl.minimum(ROWS - first, TILE_ROWS)
+            at, has_word = _in_tiles(start, w // TILE_WORDS, w % TILE_WORDS, rows, size, W, TILE_WORDS, WHOLE)
+            words = tl.load(weight + first * W + at, mask=(first + rows < ROWS) & has_word, other=0)
+            first_code = start // GROUP_WORDS
+            at, has_code = _in_tiles(first_code, g // TILE_GROUPS, g % TILE_GROUPS, rows, size, G, TILE_GROUPS, WHOLE)
+            codes = tl.load(scale + first * G + at, mask=(first + rows < ROWS) & has_code, other=0)
+            total = tl.dot(_decode(words, codes, DOT, PTX), a, totals[i], input_precision="ieee")
             if ON_GPU:
                 # Nothing, but it reads the sum. Triton 3.6 lets products of the next round overwrite weights that a
                 # product of this one still reads, unless somebody waits for it.
                 total = tl.inline_asm_elementwise("", "=r,0", [total], dtype=tl.float32, is_pure=True, pack=1)
-        if PTX:
-            total *= 4.611686018427388e18  # 2^62
-    dtype = out.dtype.element_ty
-    total = total.to(dtype)
-    if GATE_UP:
-        gate, up = tl.split(tl.permute(tl.reshape(total.to(tl.float32), [N // 16, 2, 8, M]), (0, 2, 3, 1)))
-        gate, up = tl.reshape(gate, [N // 2, M]), tl.reshape(up, [N // 2, M])
-        up = up if linear_beta is None else soft_cap(up, linear_beta, dtype)
-        total = (soft_cap(gate, beta, dtype) * sigmoid(gate, dtype) * up).to(dtype)
-        places = tile * (N // 2) + tl.arange(0, N // 2)
-    out_rows = out + out_row * width + m[None, :] * width
-    tl.store(out_rows + places[:, None], total, mask=tl.trans(live) & (places[:, None] < width))
+            sums = sums + (total,)  # type: ignore[assignment]
+        totals = sums
+    return totals
 
 
 @triton.jit

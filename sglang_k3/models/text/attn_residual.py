@@ -72,8 +72,17 @@ class DepthMix(nn.Module):
         self.proj_weight.copy_(tensor[0])
         self._folded = None
 
-    def forward(self, bank: ResidualBank, prefix_sum: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """``[T, D]``: the mixed residual, normalised for the sub-layer that reads it."""
+    def forward(
+        self, bank: ResidualBank, prefix_sum: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mixed residual ``[T, D]``, normalised for the sub-layer that reads it, and the prefix with ``delta``.
+
+        ``delta`` is the output of the sub-layer before, if it has not been added yet.
+        """
         if bank.num_rows == 0:
-            return norm(prefix_sum)
-        return self.depth_mix(bank.rows, prefix_sum, self.folded_weight, eps=self.eps, norm_weight=norm.weight)
+            prefix_sum = prefix_sum if delta is None else prefix_sum + delta
+            return norm(prefix_sum), prefix_sum
+        mixed: tuple[torch.Tensor, torch.Tensor] = self.depth_mix(
+            bank.rows, prefix_sum, self.folded_weight, eps=self.eps, norm_weight=norm.weight, delta=delta
+        )
+        return mixed

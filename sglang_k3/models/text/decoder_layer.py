@@ -58,15 +58,18 @@ class KimiDecoderLayer(nn.Module):
                 loaders[f"{name}_proj.weight"] = mix.load_proj
         return loaders
 
-    def forward(self, prefix_sum: torch.Tensor, bank: ResidualBank, forward_batch: ForwardBatch) -> torch.Tensor:
-        """The running prefix after this layer, ``[T, D]``; at a block boundary the old one joins ``bank``."""
-        x = self.self_attention_res(bank, prefix_sum, self.input_layernorm)
+    def forward(
+        self, prefix_sum: torch.Tensor, delta: torch.Tensor | None, bank: ResidualBank, forward_batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The running prefix, and what this layer's last sub-layer adds to it: the next mix does, as it reads both.
+
+        Takes the same of the layer before; at a block boundary the prefix joins ``bank``. All are ``[T, D]``.
+        """
+        x, prefix_sum = self.self_attention_res(bank, prefix_sum, delta, self.input_layernorm)
         # A data-parallel rank without requests has nothing to attend to, but takes part in the experts.
-        attn_out = x if forward_batch.forward_mode.is_idle() else self.self_attn(x, forward_batch)
+        delta = x if forward_batch.forward_mode.is_idle() else self.self_attn(x, forward_batch)
         if self.appends_bank_row:
             bank.append(prefix_sum)
-            prefix_sum = attn_out
-        else:
-            prefix_sum = prefix_sum + attn_out
-        x = self.mlp_res(bank, prefix_sum, self.post_attention_layernorm)
-        return prefix_sum + over_all_requests(self.mlp, x, forward_batch)
+            prefix_sum, delta = delta, None
+        x, prefix_sum = self.mlp_res(bank, prefix_sum, delta, self.post_attention_layernorm)
+        return prefix_sum, over_all_requests(self.mlp, x, forward_batch)
