@@ -220,13 +220,14 @@ class Bench:
         print(_description(step_ms, quiet, told), flush=True)
         case = f"decode step, {STEP_BATCH} requests of 512 tokens and more"
         figures = (
-            ("step_ms", step_ms, None),
-            ("gpu_ms", quiet.gpu_ms, None),
-            ("host_ms", step_ms - quiet.gpu_ms, HOST_OVERHEAD_LIMIT_MS),
+            ("step_ms", step_ms, "ms", None),
+            ("gpu_ms", quiet.gpu_ms, "ms", None),
+            ("host_ms", step_ms - quiet.gpu_ms, "ms", HOST_OVERHEAD_LIMIT_MS),
+            ("plugin_share", 100 * told.plugin, "% of Python", None),
         )
         return [
-            Row(case=case, metric=name, value=round(value, 3), unit="ms", baseline=limit, command=command)
-            for name, value, limit in figures
+            Row(case=case, metric=name, value=round(value, 3), unit=unit, baseline=limit, command=command)
+            for name, value, unit, limit in figures
         ]
 
     def _trace(self, server: ServerProcess, name: str, *, with_stack: bool) -> StepProfile:
@@ -346,7 +347,7 @@ def _description(step_ms: float, quiet: StepProfile, told: StepProfile) -> str:
     lines = [
         f"a step takes {step_ms:.3f} ms ({quiet.step_ms:.3f} under the profiler), the GPU works {quiet.gpu_ms:.3f} of "
         f"it; {quiet.launches:.0f} calls beside the replay start work on it",
-        "of the host's time, by function without its callees (under the profiler):",
+        f"of the time of Python, this package takes {told.plugin:.1%}; by function, without its callees:",
         *(f"  {share:6.1%}  {name}" for share, name in told.functions),
     ]
     return "\n".join(lines)

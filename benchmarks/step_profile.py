@@ -17,6 +17,7 @@ from typing import Any
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 REPLAY = "cudaGraphLaunch"
+PACKAGE = "sglang_k3"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,7 @@ class StepProfile:
     gpu_ms: of it, in which the GPU works.
     launches: calls that start work on the GPU, the replay not counted, per step.
     functions: share of the step and name of the Python functions that take most, their callees left out.
+    plugin: what of all functions' time is spent by functions of this package, and by what they call that is not Python.
     """
 
     steps: int
@@ -34,6 +36,7 @@ class StepProfile:
     gpu_ms: float
     launches: float
     functions: list[tuple[float, str]]
+    plugin: float
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
@@ -51,12 +54,18 @@ def profile_of(events: list[dict[str, Any]], top: int = 15) -> StepProfile:
     inside = [event for event in events if begin <= event["ts"] < end]
     gpu = [event for event in inside if event.get("cat") in GPU_CATEGORIES]
     launches = [e for e in inside if e.get("cat") in ("cuda_runtime", "cuda_driver") and _starts_work(e["name"])]
+    own = _own_times([event for event in inside if event.get("cat") == "python_function"])
+    of_functions: Counter[str] = Counter()
+    for (_, name), time in own.items():
+        of_functions[name] += time
+    plugin = sum(time for (file, _), time in own.items() if f"{PACKAGE}/" in file)
     return StepProfile(
         steps=steps,
         step_ms=statistics.median(b - a for a, b in zip(replays, replays[1:], strict=False)) / 1000,
         gpu_ms=_covered(gpu) / steps / 1000,
         launches=len(launches) / steps,
-        functions=_own_times([e for e in inside if e.get("cat") == "python_function"], end - begin)[:top],
+        functions=[(time / (end - begin), name) for name, time in of_functions.most_common(top)],
+        plugin=plugin / max(own.total(), 1.0),
     )
 
 
@@ -75,19 +84,25 @@ def _covered(events: list[dict[str, Any]]) -> float:
     return total
 
 
-def _own_times(functions: list[dict[str, Any]], span: float) -> list[tuple[float, str]]:
-    """Share of ``span`` of each function, without what it calls, the largest first; one thread at a time."""
-    own: Counter[str] = Counter()
+def _own_times(functions: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
+    """Microseconds of each function without what it calls, by the file it is of and its name; one thread at a time.
+
+    What is not Python (``<built-in method copy_ ...>``) is of the file that calls it.
+    """
+    own: Counter[tuple[str, str]] = Counter()
     by_thread: dict[Any, list[dict[str, Any]]] = {}
     for event in functions:
         by_thread.setdefault(event["tid"], []).append(event)
     for events in by_thread.values():
-        open_calls: list[tuple[float, str]] = []
+        open_calls: list[tuple[float, tuple[str, str]]] = []
         for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
             while open_calls and open_calls[-1][0] <= event["ts"]:
                 open_calls.pop()
+            file, is_python, _ = event["name"].partition(".py(")
+            if not is_python:
+                file = open_calls[-1][1][0] if open_calls else ""
             if open_calls:
                 own[open_calls[-1][1]] -= event["dur"]
-            own[event["name"]] += event["dur"]
-            open_calls.append((event["ts"] + event["dur"], event["name"]))
-    return [(time / span, name) for name, time in own.most_common()]
+            own[file, event["name"]] += event["dur"]
+            open_calls.append((event["ts"] + event["dur"], (file, event["name"])))
+    return own

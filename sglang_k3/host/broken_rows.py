@@ -40,26 +40,29 @@ _REASONS = {
 }
 
 
-def disarm(logits: torch.Tensor) -> torch.Tensor:
+def disarm(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill the rows that no token can be drawn from with zeros, in place.
+
+    In few launches, each of which every decode step waits for.
 
     Args:
         logits: ``[B, V]``, any floating dtype.
     Returns:
-        ``[B]``, int64: the mark of a row that was filled, 0 elsewhere; on the device, without waiting for it.
+        Whether a row was filled, ``[B]`` bool, and the mark that it has then, ``[B]`` int64; on the device, without
+        waiting for it.
     """
     largest = logits.amax(dim=-1)  # NaN if any element is
-    marks = torch.where(largest.isfinite(), 0, NOT_FINITE).masked_fill_(largest == -math.inf, NONE_ALLOWED)
-    logits.masked_fill_((marks < 0).unsqueeze(-1), 0.0)
-    return marks
+    is_broken = largest - largest != 0  # NaN and infinity are not 0 less themselves
+    logits.masked_fill_(is_broken.unsqueeze(-1), 0.0)
+    return is_broken, torch.where(largest == -math.inf, NONE_ALLOWED, NOT_FINITE)
 
 
-def abort_if_marked(req: Req) -> None:
+def abort_if_marked(req: Req, *_: object) -> None:
     """Let a request whose newest token is a mark finish as aborted, and keep its states out of the prefix cache."""
+    if not req.output_ids or req.output_ids[-1] >= 0 or req.finished():
+        return
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    if req.finished() or not req.output_ids or req.output_ids[-1] >= 0:
-        return
     status, message = _REASONS[req.output_ids[-1]]
     logger.error("Request %s is aborted after %d tokens: %s", req.rid, len(req.output_ids) - 1, message)
     req.output_ids[-1] = 0  # what the host decodes must be a token
@@ -70,7 +73,7 @@ def abort_if_marked(req: Req) -> None:
 
 def unmark_logprobs(req: Req) -> None:
     """Name a token in place of a mark beside the last log-prob, which the host decodes to text when it is sent."""
-    ids = req.logprob.output_token_logprobs_idx if req.return_logprob else []
+    ids = req.logprob.output_token_logprobs_idx
     if ids and ids[-1] in _REASONS:
         ids[-1] = 0
 

@@ -23,7 +23,10 @@ def install_main() -> None:
 def install_scheduler() -> None:
     HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", _sample, HookType.AROUND)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler._relay_forward_payload", _relay, HookType.AROUND)
-    HookRegistry.register("sglang.srt.managers.schedule_batch.Req.update_finish_state", _finish, HookType.AROUND)
+    from sglang_k3.host.broken_rows import abort_if_marked
+
+    finish = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+    HookRegistry.register(finish, abort_if_marked, HookType.BEFORE)
     HookRegistry.register(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_finished_req", _release, HookType.AROUND
     )
@@ -68,9 +71,9 @@ def _sample(
 ) -> torch.Tensor:
     from sglang_k3.host.broken_rows import disarm
 
-    marks = disarm(logits_output.next_token_logits)
+    is_broken, marks = disarm(logits_output.next_token_logits)
     token_ids = original(sampler, logits_output, *args, **kwargs)
-    return token_ids.where(marks == 0, marks.to(token_ids.dtype))
+    return marks.to(token_ids.dtype).where(is_broken, token_ids)
 
 
 def _relay(original: Callable[..., None], scheduler: Any, future_indices: Any, batch_result: Any) -> None:
@@ -80,13 +83,6 @@ def _relay(original: Callable[..., None], scheduler: Any, future_indices: Any, b
         batch_result.next_token_ids = token_ids.clamp(min=0)
     original(scheduler, future_indices, batch_result)
     batch_result.next_token_ids = token_ids
-
-
-def _finish(original: Callable[..., None], req: Any, *args: Any, **kwargs: Any) -> None:
-    from sglang_k3.host.broken_rows import abort_if_marked
-
-    abort_if_marked(req)
-    original(req, *args, **kwargs)
 
 
 def _release(original: Callable[..., None], tree: Any, req: Any, *args: Any, **kwargs: Any) -> None:

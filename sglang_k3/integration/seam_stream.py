@@ -29,11 +29,13 @@ def install_scheduler() -> None:
 
 
 def _send(original: Callable[..., None], accumulator: Any, *, req: Any) -> None:
-    from sglang_k3.host.broken_rows import unmark_logprobs
+    if not req.output_ids and not req.finished():
+        return
+    if req.return_logprob:
+        from sglang_k3.host.broken_rows import unmark_logprobs
 
-    if req.output_ids or req.finished():
         unmark_logprobs(req)
-        original(accumulator, req=req)
+    original(accumulator, req=req)
 
 
 def _end_waiting(original: Callable[..., None], manager: Any, message: Any) -> None:

@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_k3.host.broken_rows import NONE_ALLOWED, NOT_FINITE, abort_if_marked, disarm, unmark_logprobs
-from sglang_k3.integration.seam_requests import _finish, _relay, _release, _sample
+from sglang_k3.integration.seam_requests import _relay, _release, _sample
 
 pytestmark = pytest.mark.sglang
 NAN, INFINITY = float("nan"), float("inf")
@@ -30,7 +30,8 @@ ROWS = [
 def test_broken_rows_are_filled_and_marked_and_no_other_is_touched(dtype: torch.dtype) -> None:
     logits = torch.tensor([row for row, _ in ROWS], dtype=dtype)
     before = logits.clone()
-    assert disarm(logits).tolist() == [mark for _, mark in ROWS]
+    is_broken, marks = disarm(logits)
+    assert marks.where(is_broken, 0).tolist() == [mark for _, mark in ROWS]
     for i, (_, mark) in enumerate(ROWS):
         assert torch.equal(logits[i], before[i] if mark == 0 else torch.zeros(3, dtype=dtype))
 
@@ -60,7 +61,7 @@ def test_the_next_step_is_given_a_token_and_the_scheduler_the_mark() -> None:
 @pytest.mark.parametrize(("last", "sent"), [(7, 7), (NOT_FINITE, 0), (NONE_ALLOWED, 0)])
 def test_log_probs_are_sent_of_tokens_only(last: int, sent: int) -> None:
     logprob = SimpleNamespace(output_token_logprobs_idx=[5, last])
-    unmark_logprobs(SimpleNamespace(return_logprob=True, logprob=logprob))
+    unmark_logprobs(SimpleNamespace(logprob=logprob))
     assert logprob.output_token_logprobs_idx == [5, sent]
 
 
@@ -80,7 +81,8 @@ def test_a_marked_request_is_aborted(mark: int, status: HTTPStatus, max_new_toke
     """Also where the mark is its last token, of which the host would otherwise make an answer."""
     req = request(5, mark, max_new_tokens=max_new_tokens)
     req.grammar = object()  # would fail whoever asks it
-    _finish(Req.update_finish_state, req)
+    abort_if_marked(req, 1)
+    req.update_finish_state(1)
     assert isinstance(req.finished_reason, FINISH_ABORT) and req.finished_reason.status_code == status
     assert list(req.output_ids) == [5, 0]
     assert req.grammar is None and req.skip_radix_cache_insert
@@ -116,7 +118,8 @@ def test_the_cache_gives_up_what_it_has_of_a_request_with_nan(mark: int, left: i
     tree = Tree(5, held=2)
     req = request(5, mark, max_new_tokens=2)
     req.last_node = tree.nodes[-1]
-    _finish(Req.update_finish_state, req)
+    abort_if_marked(req, 1)
+    req.update_finish_state(1)
     assert req.finished()
     released = []
     _release(lambda tree, req, is_insert: released.append(len(tree.nodes)), tree, req, is_insert=False)

@@ -26,6 +26,9 @@ def step(at: float) -> list[dict[str, object]]:
         event("argmax", at + 700, 50, "kernel"),
         event("scheduler.py(1): run_batch", at, 800, "python_function"),
         event("sampler.py(2): forward", at + 100, 300, "python_function"),
+        event("sglang_k3/host/broken_rows.py(3): disarm", at + 110, 60, "python_function"),
+        event("<built-in method where>", at + 120, 40, "python_function"),
+        event("<built-in method argmax>", at + 200, 100, "python_function"),
     ]
 
 
@@ -34,7 +37,8 @@ def test_a_step() -> None:
     assert profile.steps == 3
     assert (profile.step_ms, profile.gpu_ms) == (1.0, 0.65)
     assert profile.launches == 2
-    assert profile.functions == [(0.5, "scheduler.py(1): run_batch"), (0.3, "sampler.py(2): forward")]
+    assert profile.functions[:2] == [(0.5, "scheduler.py(1): run_batch"), (0.14, "sampler.py(2): forward")]
+    assert profile.plugin == 60 / 800
 
 
 def test_a_trace_without_graphs_is_refused() -> None:
