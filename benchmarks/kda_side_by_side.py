@@ -6,7 +6,10 @@
 
 96 heads are a whole layer of K3, 12 what a rank of eight holds. The host gets the log decay ready made, as we do. Its
 prefill takes no snapshot; ours takes one per sequence where the name says ``tracked``. Timed as in ``kernels.py``,
-against the same floor. Before a time, the output is compared with ours; the host rounds to bf16 inside. Rows go to
+against the same floor. Before a time, the output is compared with ours; the host rounds to bf16 inside.
+
+What the host decodes with is one kernel that makes the gates as well, for which we have two. That is
+``kda_gate+decode``, not compared, since its gates are of a model whose decay has no lower bound. Rows go to
 ``benchmarks/results/kda.json``.
 """
 
@@ -16,15 +19,16 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from kernels import floor_us, time_case
+from kernels import floor_us, time_call, time_case
 from rows import Row, save
 from torch import Tensor
 
 from sglang_k3.kernels import OPS
-from sglang_k3.kernels.case_kit import Inputs
+from sglang_k3.kernels.case_kit import Cost, Inputs
 from sglang_k3.kernels.dispatch import Impl
 
 KEY_DIM = VALUE_DIM = 128
@@ -68,6 +72,59 @@ def main() -> None:
                     save("kda", [row])
             del inputs
             torch.cuda.empty_cache()
+        for batch in BATCHES:
+            if args.size in f"decode-{batch}":
+                time_with_gates(batch, heads, command)
+
+
+def time_with_gates(batch: int, heads: int, command: str) -> None:
+    width = heads * KEY_DIM
+    draw = partial(torch.randn, device="cuda")
+    inputs = {
+        "mixed_qkv": draw(batch, 3 * width, dtype=torch.bfloat16),
+        "a": draw(batch, width, dtype=torch.bfloat16),
+        "b": draw(batch, heads, dtype=torch.bfloat16),
+        "A_log": draw(heads),
+        "dt_bias": draw(heads, KEY_DIM),
+        "ssm_states": draw(batch, heads, VALUE_DIM, KEY_DIM),
+        "cache_indices": torch.arange(batch, device="cuda", dtype=torch.int32),
+    }
+    floor = floor_us(Cost(sum(x.nbytes for x in inputs.values()) + inputs["ssm_states"].nbytes, 0))
+    for who, call in (("triton", gates_and_decode), ("host", host_gates_and_decode)):
+        metric, us = time_call(lambda call=call: call(**inputs))
+        name = f"kda_gate+decode/decode-{batch}-{heads}-heads/{who}"
+        print(f"{name:<44} {us:>10.2f} {floor:>9.2f} {us / floor:>7.2f}", flush=True)
+        row = Row(case=name, metric=metric, value=round(us, 2), unit="us", baseline=round(floor, 2), command=command)
+        save("kda", [row])
+
+
+def gates_and_decode(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, ssm_states: Tensor, cache_indices: Tensor
+) -> Tensor:
+    gate, decode = (importlib.import_module(OPS[op]).IMPLS[0].fn for op in ("kda_gate", "kda_decode"))
+    q, k, v = mixed_qkv.unflatten(-1, (3, -1, KEY_DIM)).unbind(1)
+    g, beta = gate(a.unflatten(-1, (-1, KEY_DIM)), b, A_log, dt_bias, lower_bound=-5.0)
+    o: Tensor = decode(q, k, v, g, beta, ssm_states=ssm_states, cache_indices=cache_indices, scale=KEY_DIM**-0.5)
+    return o
+
+
+def host_gates_and_decode(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, ssm_states: Tensor, cache_indices: Tensor
+) -> Tensor:
+    o = mixed_qkv.new_empty(len(mixed_qkv), 1, ssm_states.shape[1], VALUE_DIM)
+    _host("fused_recurrent_kda_packed_decode", "fused_recurrent")(
+        mixed_qkv=mixed_qkv,
+        a=a,
+        b=b,
+        A_log=A_log,
+        dt_bias=dt_bias.flatten(),
+        scale=KEY_DIM**-0.5,
+        initial_state=ssm_states,
+        out=o,
+        ssm_state_indices=cache_indices,
+        use_qk_l2norm_in_kernel=True,
+    )
+    return o.squeeze(1)
 
 
 def sizes(heads: int) -> Iterator[tuple[str, str, Any, list[Impl]]]:
@@ -146,8 +203,8 @@ def host_decode(
     return o.squeeze(1)
 
 
-def _host(name: str) -> Callable[..., Any]:
-    fn: Callable[..., Any] = getattr(importlib.import_module("sglang.kernels.ops.attention.fla.kda"), name)
+def _host(name: str, module: str = "kda") -> Callable[..., Any]:
+    fn: Callable[..., Any] = getattr(importlib.import_module(f"sglang.kernels.ops.attention.fla.{module}"), name)
     return fn
 
 

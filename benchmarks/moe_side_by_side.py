@@ -1,4 +1,4 @@
-"""How long the routed experts of one K3 layer take: our kernels and SGLang's Marlin on 4-bit weights, cuBLAS on bf16
+"""How long the routed experts of one K3 layer take: our kernels and the host's runners on 4-bit weights, cuBLAS on bf16
 ones, the floor.
 
     python benchmarks/moe_side_by_side.py --who triton dense-bf16    # one GPU of 141 GB, a few minutes
@@ -10,9 +10,10 @@ All 896 experts at full size. ``collapsed``: every token chooses the same 16 exp
 all experts, so that as many as possible are hit. Timed as in ``kernels.py``. The dense line is two batched products
 and the activation on bf16 weights of the experts that are hit, with the tokens already sorted: what a layer costs
 without 4-bit weights, without counting how tokens get to their experts and back. ``host-marlin`` is what SGLang runs
-with ``--moe-runner-backend marlin`` where it has MXFP4 experts, from the choices to the sum; it has SwiGLU in place of
-SiTU, and its weights are as random as ours. It is compiled by nvcc when it is first called, which takes more than six
-minutes; ``TVM_FFI_CACHE_DIR`` keeps it.
+with ``--moe-runner-backend marlin`` where it has MXFP4 experts, from the choices to the sum. nvcc compiles it when it
+is first called, which takes more than six minutes, and ``TVM_FFI_CACHE_DIR`` keeps it. ``host-triton-kernels`` is
+SGLang's ``triton_kernel`` runner, with the choices sorted beforehand. Both have SwiGLU in place of SiTU, and random
+weights.
 
 The floor is the larger of the bytes of the experts that are hit (4.25 bits a weight), with input and output, over
 bandwidth, and operations over peak. Rows go to ``benchmarks/results/moe.json``.
@@ -36,7 +37,6 @@ from sglang_k3.kernels import OpContext, bind
 from sglang_k3.kernels.case_kit import Cost
 
 BF16 = torch.bfloat16
-WHO = ("triton", "dense-bf16", "host-marlin")
 ACTIVATION = {"beta": 4.0, "linear_beta": 25.0}
 EXPERT_ELEMENTS = 3 * LATENT * EXPERT_WIDTH
 
@@ -55,7 +55,7 @@ def main() -> None:
         triton_impl._tiles = lambda *_, **__: (triton_impl.Tile(*args.tile),)
     torch.manual_seed(0)
     weights = packed_experts()
-    marlin = host_marlin() if "host-marlin" in args.who else None
+    hosts = {name: HOSTS[name]() for name in args.who if name in HOSTS}
     command = " ".join(["python benchmarks/moe_side_by_side.py", *sys.argv[1:]])
     print(f"{'case':<36} {'us':>10} {'floor':>10} {'ratio':>7}", flush=True)
     for routing in args.routing:
@@ -64,8 +64,7 @@ def main() -> None:
             hit = ids.unique().numel()
             floor = floor_us(cost(tokens, hit))
             calls = {"triton": partial(ours, weights, ids), "dense-bf16": partial(dense, tokens, hit)}
-            if marlin is not None:
-                calls["host-marlin"] = partial(marlin, ids)
+            calls |= {name: partial(prepare, ids) for name, prepare in hosts.items()}
             for name in args.who:
                 metric, us = time_call(calls[name]())
                 row = Row(
@@ -152,6 +151,37 @@ def host_marlin() -> Callable[[Tensor], Callable[[], Tensor]]:
 
     return prepare
 
+
+def host_triton_kernels() -> Callable[[Tensor], Callable[[], Tensor]]:
+    """The host's runner of the ``triton_kernels`` package, with the choices listed beforehand."""
+    from sglang.srt.layers.moe.fused_moe_triton.triton_kernels_moe import triton_kernel_fused_experts_with_bias
+    from sglang.srt.layers.moe.topk import routing
+    from sglang.srt.layers.quantization.mxfp4 import _swizzle_mxfp4
+    from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
+
+    packed, experts = packed_experts(), {}
+    for name in ("w13", "w2"):
+        weight, flex, scale = _swizzle_mxfp4(packed.pop(name), packed.pop(f"{name}_scale"), 8)
+        experts[name.replace("w13", "w1")] = weight
+        config = PrecisionConfig(weight_scale=scale, flex_ctx=FlexCtx(rhs_data=flex))
+        experts[name.replace("w13", "w1") + "_pcg"] = config
+    biases = {
+        "b1": torch.zeros(EXPERTS, 2 * EXPERT_WIDTH, device="cuda"),
+        "b2": torch.zeros(EXPERTS, LATENT, device="cuda"),
+    }
+
+    def prepare(ids: Tensor) -> Callable[[], Tensor]:
+        z = torch.randn(len(ids), LATENT, dtype=BF16, device="cuda")
+        chosen = torch.zeros(len(ids), EXPERTS, device="cuda").scatter_(1, ids.long(), 1.0)
+        where = dict(zip(("routing_data", "gather_indx", "scatter_indx"), routing(chosen, TOP_K), strict=True))
+        activation = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
+        return lambda: triton_kernel_fused_experts_with_bias(z, **experts, **biases, **where, **activation)
+
+    return prepare
+
+
+HOSTS = {"host-marlin": host_marlin, "host-triton-kernels": host_triton_kernels}
+WHO = ("triton", "dense-bf16", *HOSTS)
 
 if __name__ == "__main__":
     main()
