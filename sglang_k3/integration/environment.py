@@ -6,11 +6,14 @@ stays.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import pkgutil
 
 from sglang_k3.errors import ConfigError
 
 MODEL_PACKAGE = "sglang_k3.models"
+HOST_MODELS = "sglang.srt.models"
 _ours: dict[str, str] = {}
 
 
@@ -28,6 +31,8 @@ def set_for_k3(*, run_dtype: str, device: str, tp_size: int, pp_size: int) -> No
             f"{MODEL_PACKAGE!r}. Unset it for this server."
         )
     _default("SGLANG_EXTERNAL_MODEL_PACKAGE", MODEL_PACKAGE)
+    # The host would import its models, all of them, to know their names: seconds of a start.
+    _default("SGLANG_DISABLED_MODEL_ARCHS", ",".join(_host_models()))
     # The conv history is exact in the run dtype (design.md 8); the host's own default is bfloat16.
     _default("SGLANG_MAMBA_CONV_DTYPE", run_dtype)
     if device == "cpu":
@@ -35,6 +40,11 @@ def set_for_k3(*, run_dtype: str, device: str, tp_size: int, pp_size: int) -> No
     else:
         # The host's newer all-reduce is compiled by nvcc at the start; the older one comes as a binary.
         _default("SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2", "0")
+
+
+def _host_models() -> list[str]:
+    spec = importlib.util.find_spec(HOST_MODELS)
+    return [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations if spec else [])]
 
 
 def _set_for_cpu(tp_size: int, pp_size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -328,14 +329,31 @@ def test_the_environment_of_one_server_does_not_reach_the_next(
 ) -> None:
     from sglang_k3.integration.server_args import K3ServerArgs
 
-    for name in ("SGLANG_MAMBA_CONV_DTYPE", "SGLANG_EXTERNAL_MODEL_PACKAGE", "OMP_NUM_THREADS"):
+    names = (
+        "SGLANG_MAMBA_CONV_DTYPE",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE",
+        "SGLANG_DISABLED_MODEL_ARCHS",
+        "OMP_NUM_THREADS",
+    )
+    for name in names:
         monkeypatch.delenv(name, raising=False)
     K3ServerArgs(model_path=str(checkpoint), device="cpu", dtype="bfloat16")
     assert os.environ["SGLANG_MAMBA_CONV_DTYPE"] == "bfloat16"
     K3ServerArgs(model_path=str(checkpoint), device="cpu")
     assert os.environ["SGLANG_MAMBA_CONV_DTYPE"] == "float32"
     K3ServerArgs(model_path=str(write_llama(tmp_path / "llama")), device="cpu")
-    assert not {"SGLANG_MAMBA_CONV_DTYPE", "SGLANG_EXTERNAL_MODEL_PACKAGE", "OMP_NUM_THREADS"} & os.environ.keys()
+    assert not set(names) & os.environ.keys()
+
+
+def test_of_the_hosts_models_none_is_imported_for_k3(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt import models
+
+    from sglang_k3.integration.server_args import K3ServerArgs
+
+    monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS", raising=False)
+    K3ServerArgs(model_path=str(checkpoint), device="cpu")
+    off = os.environ["SGLANG_DISABLED_MODEL_ARCHS"].split(",")
+    assert {"llama", "kimi_linear"} <= set(off) and len(off) == len(list(pkgutil.iter_modules(models.__path__)))
 
 
 def test_stages_on_a_cpu_share_the_cores_and_open_no_nccl(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

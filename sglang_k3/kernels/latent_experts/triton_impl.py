@@ -79,6 +79,11 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+# Blocks for an expert that many tokens choose where the mean expert has few choices. Blocks of those are too narrow for
+# the products of four warps (wgmma), whose last bits are others; so these are multiplied by two warps each.
+SKEWED = Tile(32, 128, 32, 2, 2)
+
+
 class Blocks(NamedTuple):
     """Blocks of one size: their tile, their first place, and a table of the expert of each (-1 without one) and the
     number of its choices; no table for a single token."""
@@ -109,7 +114,7 @@ def latent_experts(
     if out.numel() == 0:
         return out
     is_packed = w13_scale is not None
-    tiles = _tiles(num_pairs / num_experts, is_packed=is_packed, dtype=z.dtype, device=z.device)
+    tiles = _tiles(num_tokens, num_pairs / num_experts, is_packed=is_packed, dtype=z.dtype, device=z.device)
     if is_packed:
         w13, w2 = w13.view(torch.int32), w2.view(torch.int32)
     if num_tokens == 1:
@@ -178,18 +183,23 @@ def latent_experts(
     return out
 
 
-def _tiles(pairs_per_expert: float, *, is_packed: bool, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
+def _tiles(
+    num_tokens: int, pairs_per_expert: float, *, is_packed: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[Tile, ...]:
     """Of large blocks, if any, and small ones.
 
     By the mean number of choices of an expert, an upper bound where other ranks hold experts too. Both take columns
-    in the same order, so that the bits of a row do not depend on its block. Words come in whole tiles of the layout.
+    in the same order and by the same instructions, so that the bits of a row do not depend on its block. Words come in
+    whole tiles of the layout.
     """
     if dtype == torch.float32:
         k = 16 if is_packed else 32
         small = Tile(16, 32, k, 4, 1)
         return (small,) if pairs_per_expert <= 8 else (Tile(64, 32, k, 4, 1), small)
     if pairs_per_expert <= 8:
-        return (Tile(8, 128, 32 if is_packed else 128, 4, 3),)
+        small = Tile(8, 128, 32 if is_packed else 128, 4, 3)
+        # A large block is more than half full, and a token chooses an expert once.
+        return (SKEWED, small) if is_packed and num_tokens > SKEWED.m // 2 else (small,)
     k = 16 if is_packed else 64
     large = Tile(128, 128, k, 4, 2 if has_small_shared_memory(device) else 3)
     if pairs_per_expert > 32:
