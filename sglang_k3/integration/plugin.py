@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from typing import Any
 
@@ -15,14 +14,9 @@ def register() -> None:
     if problem is not None:
         _refuse_k3(problem)
         return
-    from sglang_k3.integration import early_start, spawn
-
-    if multiprocessing.parent_process() is None:
-        early_start.start(sys.argv[1:], spawn.wait_for_scheduler)
     from sglang_k3.integration.seams import install_for_this_process
 
-    with spawn.without_collections():
-        install_for_this_process()
+    install_for_this_process()
 
 
 def _refuse_k3(problem: str) -> None:

@@ -45,18 +45,17 @@ def _launch(
     run_detokenizer_process_func: Callable[..., Any],
     port_args: Any = None,
 ) -> Any:
-    from sglang_k3.integration import early_start, spawn, verify
-
     if getattr(server_args, "is_k3", False):
+        from sglang_k3.integration import spawn, verify
+
         verify.require_hooks()
         run_scheduler_process_func = spawn.run_scheduler_process
         run_detokenizer_process_func = spawn.run_detokenizer_process
-    with early_start.instead_of(spawn.run_scheduler_process):
-        return original(
-            cls,
-            server_args,
-            init_tokenizer_manager_func,
-            run_scheduler_process_func,
-            run_detokenizer_process_func,
-            port_args,
-        )
+    return original(
+        cls,
+        server_args,
+        init_tokenizer_manager_func,
+        run_scheduler_process_func,
+        run_detokenizer_process_func,
+        port_args,
+    )

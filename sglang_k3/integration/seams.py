@@ -83,9 +83,8 @@ SEAMS: tuple[Seam, ...] = (
             "sglang.srt.managers.scheduler.run_scheduler_process",
             "sglang.srt.managers.detokenizer_manager.run_detokenizer_process",
         ),
-        why="the host loads plugins too late in its scheduler and never in its detokenizer, and starts schedulers only "
-        "when its main process has imported everything",
-        until="load_plugins first in every child process, and schedulers that import beside the main process",
+        why="the host loads plugins too late in its scheduler and never in its detokenizer",
+        until="load_plugins first in every child process",
         scope="main process",
         module="seam_server",
         function="install_main",
