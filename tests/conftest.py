@@ -1,4 +1,7 @@
-"""What every test gets: fixed seeds, and NaN in whatever the package allocates without filling it."""
+"""What every test gets: fixed seeds, and NaN in whatever the package allocates without filling it.
+
+A run that a signal ends, ends its servers.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_k3.testing.server import unwind_on_signals
+
 # The reference works on tensors so small that a second thread only waits for the first.
 torch.set_num_threads(1)
 
 WILD_INTEGER = 0x5A  # fits every integer dtype, and as an index it is out of range for the toy sizes of the tests
+
+
+def pytest_configure() -> None:
+    unwind_on_signals()
 
 
 @pytest.fixture(autouse=True)
