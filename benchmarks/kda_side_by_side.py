@@ -49,6 +49,13 @@ def main() -> None:
         op, constant = name.split(".")
         setattr(importlib.import_module(f"{OPS[op]}.triton_impl"), constant, int(number))
     command = " ".join(["python benchmarks/kda_side_by_side.py", *sys.argv[1:]])
+
+    def report(name: str, metric: str, us: float, floor: float, error: str = "") -> None:
+        print(f"{name:<44} {us:>10.2f} {floor:>9.2f} {us / floor:>7.2f}   {error}", flush=True)
+        row = Row(case=name, metric=metric, value=round(us, 2), unit="us", baseline=round(floor, 2), command=command)
+        if not args.set:
+            save("kda", [row])
+
     print(f"{'case':<44} {'us':>10} {'floor':>9} {'ratio':>7}   RMS error to ours", flush=True)
     for heads in args.heads:
         for size, op, case, impls in sizes(heads):
@@ -61,23 +68,18 @@ def main() -> None:
             errors = [((o - outputs[0]).square().mean() / mean_square).sqrt().item() for o in outputs]
             del outputs
             for impl, error in zip(impls, errors, strict=True):
-                metric, us = time_case(impl, inputs)
-                floor = floor_us(cases.cost(case))
                 name = f"{op}/{size}-{heads}-heads/{impl.name}"
-                print(f"{name:<44} {us:>10.2f} {floor:>9.2f} {us / floor:>7.2f}   {error:.1e}", flush=True)
-                row = Row(
-                    case=name, metric=metric, value=round(us, 2), unit="us", baseline=round(floor, 2), command=command
-                )
-                if not args.set:
-                    save("kda", [row])
+                report(name, *time_case(impl, inputs), floor_us(cases.cost(case)), f"{error:.1e}")
             del inputs
             torch.cuda.empty_cache()
         for batch in BATCHES:
             if args.size in f"decode-{batch}":
-                time_with_gates(batch, heads, command)
+                for who, *figures in times_with_gates(batch, heads):
+                    report(f"kda_gate+decode/decode-{batch}-{heads}-heads/{who}", *figures)
 
 
-def time_with_gates(batch: int, heads: int, command: str) -> None:
+def times_with_gates(batch: int, heads: int) -> Iterator[tuple[str, str, float, float]]:
+    """Who, metric, microseconds and floor."""
     width = heads * KEY_DIM
     draw = partial(torch.randn, device="cuda")
     inputs = {
@@ -89,13 +91,10 @@ def time_with_gates(batch: int, heads: int, command: str) -> None:
         "ssm_states": draw(batch, heads, VALUE_DIM, KEY_DIM),
         "cache_indices": torch.arange(batch, device="cuda", dtype=torch.int32),
     }
-    floor = floor_us(Cost(sum(x.nbytes for x in inputs.values()) + inputs["ssm_states"].nbytes, 0))
+    written = (inputs["ssm_states"], inputs["a"])  # the output is as large as a
+    floor = floor_us(Cost(sum(x.nbytes for x in (*inputs.values(), *written)), 0))
     for who, call in (("triton", gates_and_decode), ("host", host_gates_and_decode)):
-        metric, us = time_call(lambda call=call: call(**inputs))
-        name = f"kda_gate+decode/decode-{batch}-{heads}-heads/{who}"
-        print(f"{name:<44} {us:>10.2f} {floor:>9.2f} {us / floor:>7.2f}", flush=True)
-        row = Row(case=name, metric=metric, value=round(us, 2), unit="us", baseline=round(floor, 2), command=command)
-        save("kda", [row])
+        yield who, *time_call(partial(call, **inputs)), floor
 
 
 def gates_and_decode(

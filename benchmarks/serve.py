@@ -223,7 +223,7 @@ class Bench:
             ("step_ms", step_ms, "ms", None),
             ("gpu_ms", quiet.gpu_ms, "ms", None),
             ("host_ms", step_ms - quiet.gpu_ms, "ms", HOST_OVERHEAD_LIMIT_MS),
-            ("plugin_share", 100 * told.plugin, "% of Python", None),
+            ("plugin_percent", 100 * told.plugin, "%", None),
         )
         return [
             Row(case=case, metric=name, value=round(value, 3), unit=unit, baseline=limit, command=command)
@@ -308,19 +308,12 @@ def without_compilers(folder: Path) -> Path:
 
 
 def host_imports_s() -> float:
-    """What SGLang itself takes to be imported, without this package, by the server's process and by its scheduler's.
-
-    They do so one after the other; here they are measured side by side.
-    """
-
-    def seconds(module: str) -> float:
-        begin = time.monotonic()
+    """What SGLang itself takes to be imported, without this package: by the server's process, then by its scheduler."""
+    begin = time.monotonic()
+    for module in ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler"):
         program = f"import sglang.launch_server, {module}"
         subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, stderr=subprocess.DEVNULL)
-        return time.monotonic() - begin
-
-    with ThreadPoolExecutor(2) as pool:
-        return sum(pool.map(seconds, ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler")))
+    return time.monotonic() - begin
 
 
 def _keep(log: Path) -> None:
@@ -354,7 +347,8 @@ def _description(step_ms: float, quiet: StepProfile, told: StepProfile) -> str:
     lines = [
         f"a step takes {step_ms:.3f} ms ({quiet.step_ms:.3f} under the profiler), the GPU works {quiet.gpu_ms:.3f} of "
         f"it; {quiet.launches:.0f} calls beside the replay start work on it",
-        f"of the time of Python, this package takes {told.plugin:.1%}; by function, without its callees:",
+        f"this package takes {told.plugin:.1%} of the time of all Python functions, waiting included",
+        "of the step, by function without its callees (under the profiler):",
         *(f"  {share:6.1%}  {name}" for share, name in told.functions),
     ]
     return "\n".join(lines)

@@ -28,7 +28,8 @@ class StepProfile:
     gpu_ms: of it, in which the GPU works.
     launches: calls that start work on the GPU, the replay not counted, per step.
     functions: share of the step and name of the Python functions that take most, their callees left out.
-    plugin: what of all functions' time is spent by functions of this package, and by what they call that is not Python.
+    plugin: share of the time of all functions, waiting included, that functions of this package take, with what they
+        call that is not Python.
     """
 
     steps: int

@@ -14,11 +14,10 @@ import logging
 import math
 from collections import Counter
 from http import HTTPStatus
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -40,25 +39,33 @@ _REASONS = {
 }
 
 
-def disarm(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill the rows that no token can be drawn from with zeros, in place.
+class Filled(NamedTuple):
+    """Rows without a token, ``[B]`` bool: all of them, and those of which no token is allowed."""
 
-    In few launches, each of which every decode step waits for.
+    rows: torch.Tensor
+    not_allowed: torch.Tensor
 
-    Args:
-        logits: ``[B, V]``, any floating dtype.
-    Returns:
-        Whether a row was filled, ``[B]`` bool, and the mark that it has then, ``[B]`` int64; on the device, without
-        waiting for it.
+    def mark(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``token_ids [B]`` with marks in place of what was drawn from these rows."""
+        return token_ids.masked_fill(self.rows, NOT_FINITE).masked_fill_(self.not_allowed, NONE_ALLOWED)
+
+
+def disarm(logits: torch.Tensor) -> Filled:
+    """Fill the rows of ``logits [B, V]``, any floating dtype, that no token can be drawn from with zeros, in place.
+
+    Nothing waits for the device. Every decode step waits for these launches, so they are few.
     """
     largest = logits.amax(dim=-1)  # NaN if any element is
-    is_broken = largest - largest != 0  # NaN and infinity are not 0 less themselves
-    logits.masked_fill_(is_broken.unsqueeze(-1), 0.0)
-    return is_broken, torch.where(largest == -math.inf, NONE_ALLOWED, NOT_FINITE)
+    rows = largest - largest != 0  # NaN and infinity are not 0 less themselves
+    logits.masked_fill_(rows.unsqueeze(-1), 0.0)
+    return Filled(rows, largest == -math.inf)
 
 
-def abort_if_marked(req: Req, *_: object) -> None:
-    """Let a request whose newest token is a mark finish as aborted, and keep its states out of the prefix cache."""
+def abort_if_marked(req: Req, *_: object, **__: object) -> None:
+    """Let a request whose newest token is a mark finish as aborted, and keep its states out of the prefix cache.
+
+    It runs before ``Req.update_finish_state`` and is given the same arguments.
+    """
     if not req.output_ids or req.output_ids[-1] >= 0 or req.finished():
         return
     from sglang.srt.managers.schedule_batch import FINISH_ABORT

@@ -6,7 +6,7 @@ stays.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import pkgutil
 
@@ -43,8 +43,7 @@ def set_for_k3(*, run_dtype: str, device: str, tp_size: int, pp_size: int) -> No
 
 
 def _host_models() -> list[str]:
-    spec = importlib.util.find_spec(HOST_MODELS)
-    return [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations if spec else [])]
+    return [module.name for module in pkgutil.iter_modules(importlib.import_module(HOST_MODELS).__path__)]
 
 
 def _set_for_cpu(tp_size: int, pp_size: int) -> None:

@@ -21,17 +21,16 @@ def install_main() -> None:
 
 
 def install_scheduler() -> None:
+    from sglang_k3.host.broken_rows import abort_if_marked
+    from sglang_k3.host.penalties import apply_scaling_penalties
+
     HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", _sample, HookType.AROUND)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler._relay_forward_payload", _relay, HookType.AROUND)
-    from sglang_k3.host.broken_rows import abort_if_marked
-
     finish = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
     HookRegistry.register(finish, abort_if_marked, HookType.BEFORE)
     HookRegistry.register(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_finished_req", _release, HookType.AROUND
     )
-    from sglang_k3.host.penalties import apply_scaling_penalties
-
     penalties = "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties"
     HookRegistry.register(penalties, apply_scaling_penalties, HookType.REPLACE)
     HookRegistry.apply_hooks()
@@ -71,9 +70,8 @@ def _sample(
 ) -> torch.Tensor:
     from sglang_k3.host.broken_rows import disarm
 
-    is_broken, marks = disarm(logits_output.next_token_logits)
-    token_ids = original(sampler, logits_output, *args, **kwargs)
-    return marks.to(token_ids.dtype).where(is_broken, token_ids)
+    filled = disarm(logits_output.next_token_logits)
+    return filled.mark(original(sampler, logits_output, *args, **kwargs))
 
 
 def _relay(original: Callable[..., None], scheduler: Any, future_indices: Any, batch_result: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -346,14 +345,19 @@ def test_the_environment_of_one_server_does_not_reach_the_next(
 
 
 def test_of_the_hosts_models_none_is_imported_for_k3(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt import models
-
     from sglang_k3.integration.server_args import K3ServerArgs
 
-    monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS", raising=False)
+    for name in ("SGLANG_DISABLED_MODEL_ARCHS", "SGLANG_EXTERNAL_MODEL_PACKAGE"):
+        monkeypatch.delenv(name, raising=False)
     K3ServerArgs(model_path=str(checkpoint), device="cpu")
-    off = os.environ["SGLANG_DISABLED_MODEL_ARCHS"].split(",")
-    assert {"llama", "kimi_linear"} <= set(off) and len(off) == len(list(pkgutil.iter_modules(models.__path__)))
+    program = """
+import sys
+from sglang.srt.models.registry import ModelRegistry
+print(*ModelRegistry.models)
+print(*(name for name in sys.modules if name.startswith("sglang.srt.models.")))
+"""
+    told = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines()[-2:] == ["KimiK3ForConditionalGeneration", "sglang.srt.models.registry"]
 
 
 def test_stages_on_a_cpu_share_the_cores_and_open_no_nccl(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_k3.host.broken_rows import NONE_ALLOWED, NOT_FINITE, abort_if_marked, disarm, unmark_logprobs
+from sglang_k3.integration import seam_requests
 from sglang_k3.integration.seam_requests import _relay, _release, _sample
 
 pytestmark = pytest.mark.sglang
@@ -30,8 +32,7 @@ ROWS = [
 def test_broken_rows_are_filled_and_marked_and_no_other_is_touched(dtype: torch.dtype) -> None:
     logits = torch.tensor([row for row, _ in ROWS], dtype=dtype)
     before = logits.clone()
-    is_broken, marks = disarm(logits)
-    assert marks.where(is_broken, 0).tolist() == [mark for _, mark in ROWS]
+    assert disarm(logits).mark(torch.zeros(len(ROWS), dtype=torch.int32)).tolist() == [mark for _, mark in ROWS]
     for i, (_, mark) in enumerate(ROWS):
         assert torch.equal(logits[i], before[i] if mark == 0 else torch.zeros(3, dtype=dtype))
 
@@ -86,6 +87,16 @@ def test_a_marked_request_is_aborted(mark: int, status: HTTPStatus, max_new_toke
     assert isinstance(req.finished_reason, FINISH_ABORT) and req.finished_reason.status_code == status
     assert list(req.output_ids) == [5, 0]
     assert req.grammar is None and req.skip_radix_cache_insert
+
+
+def test_marks_are_seen_before_the_host_looks_for_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which then finds a request to finish as aborted, whatever its last token would mean."""
+    registered: list[tuple[object, ...]] = []
+    monkeypatch.setattr(HookRegistry, "register", lambda *hook: registered.append(hook))
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
+    seam_requests.install_scheduler()
+    target = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+    assert [hook for hook in registered if hook[0] == target] == [(target, abort_if_marked, HookType.BEFORE)]
 
 
 def test_another_request_is_left_alone() -> None:

@@ -38,8 +38,7 @@ def depth_mix(
     if out.numel() == 0:
         return out, sums
     block = triton.next_power_of_2(width)
-    tokens_of_program = triton.cdiv(tokens, _PROGRAMS)
-    _depth_mix[(triton.cdiv(tokens, tokens_of_program),)](
+    _depth_mix[(min(tokens, _PROGRAMS),)](
         bank,
         prefix_sum,
         folded_weight,
@@ -48,7 +47,6 @@ def depth_mix(
         out,
         None if delta is None else sums,
         tokens,
-        tokens_of_program,
         bank.shape[0],
         width,
         eps,
@@ -64,7 +62,7 @@ def depth_mix(
     return out, sums
 
 
-@triton.jit(do_not_specialize=["num_tokens", "tokens_of_program"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _depth_mix(
     bank_ptr,
     prefix_ptr,
@@ -74,7 +72,6 @@ def _depth_mix(
     out_ptr,
     sums_ptr,
     num_tokens,
-    tokens_of_program,
     num_rows,
     width,
     eps,
@@ -94,8 +91,7 @@ def _depth_mix(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + cols * weight_col, mask=inside, other=0.0)
     norm_weight = weight if norm_ptr is None else tl.load(norm_ptr + cols * norm_col, mask=inside, other=0.0)
-    first_token = tl.program_id(0).to(tl.int64) * tokens_of_program
-    for token in range(first_token, tl.minimum(first_token + tokens_of_program, num_tokens)):
+    for token in range(tl.program_id(0).to(tl.int64), num_tokens, tl.num_programs(0)):
         prefix = tl.load(prefix_ptr + token * prefix_token + cols * prefix_col, mask=inside, other=0.0)
         if delta_ptr is not None:
             delta = tl.load(delta_ptr + token * delta_strides[0] + cols * delta_strides[1], mask=inside, other=0.0)

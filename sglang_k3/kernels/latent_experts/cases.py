@@ -14,7 +14,10 @@ TOLERANCE = "ratio"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(BaseCase):
-    """``local`` is the half-open range of experts that this rank holds; ``strided`` inputs lie in larger tensors."""
+    """``local`` is the half-open range of experts that this rank holds; ``strided`` inputs lie in larger tensors.
+
+    ``skewed``: three of four tokens, each of which chooses one expert, choose the first.
+    """
 
     tokens: int
     latent: int
@@ -23,6 +26,7 @@ class Case(BaseCase):
     top_k: int
     packed: bool = False
     strided: bool = False
+    skewed: bool = False
     local: tuple[int, int] | None = None
     linear_beta: float | None = 25.0
 
@@ -47,9 +51,13 @@ CASES = (
     # More rows and more words than a tile has, and a smaller one behind them.
     Case(tokens=5, latent=288, width=96, experts=3, top_k=2, packed=True, seed=20),
     Case(tokens=7, latent=160, width=288, experts=3, top_k=2, packed=True, dtype=BF16, seed=21),
+    Case(tokens=16, latent=160, width=96, experts=3, top_k=2, packed=True, seed=23),
     # Weight rows in two parts, the second of which may be smaller or missing.
     Case(tokens=16, latent=160, width=288, experts=3, top_k=2, packed=True, dtype=BF16, seed=22),
-    Case(tokens=16, latent=160, width=96, experts=3, top_k=2, packed=True, seed=23),
+    Case(tokens=9, latent=32, width=160, experts=1, top_k=1, packed=True, dtype=BF16, seed=24),
+    # Blocks of 64, into which tokens are copied, and large ones among narrow ones.
+    Case(tokens=70, latent=32, width=32, experts=2, top_k=1, packed=True, dtype=BF16, seed=25),
+    Case(tokens=25, latent=64, width=32, experts=4, top_k=1, packed=True, skewed=True, dtype=BF16, seed=26),
     *(
         Case(
             tokens=tokens,
@@ -77,6 +85,8 @@ def make_inputs(case: Case, device: torch.device | str) -> Inputs:
     topk_weights = draw.uniform(case.tokens, case.top_k, low=0.0, high=1.0, dtype=torch.float32)
     choices = [draw.distinct(case.top_k, below=case.experts, dtype=torch.int32) for _ in range(case.tokens)]
     topk_ids = torch.stack(choices) if choices else torch.zeros(0, case.top_k, dtype=torch.int32, device=draw.device)
+    if case.skewed:
+        topk_ids[torch.arange(case.tokens) % 4 > 0] = 0
     kwargs: dict[str, Any] = {"beta": 4.0, "linear_beta": case.linear_beta, "expert_offset": begin}
     shapes = {"w13": (end - begin, 2 * case.width, case.latent), "w2": (end - begin, case.latent, case.width)}
     weights = {}

@@ -2,11 +2,11 @@
 
 The choices are dealt out by expert into blocks. Then two grouped products run over (block, tile of weight rows), into
 the places of the blocks, and a last kernel weights and adds the outputs of a token, in the order of its choices. The
-first product finds the token of each place; programs of large blocks have no registers left for that many addresses, so
-for them tokens are copied into the places first. An expert with many choices has large blocks, which decode its weights
-less often; what is left over goes to small ones. Nothing waits for the host: the number of blocks has a bound from
-sizes alone, and programs beyond the last block end at once. Places that stay empty are neither read nor written. A
-single token needs no plan: each choice is a block of one.
+first product finds the token of each place. Where even small blocks have many choices, tokens are copied into the
+places first: their addresses would take so many registers that fewer programs run at once. An expert with many choices
+has large blocks, which decode its weights less often; what is left over goes to small ones. Nothing waits for the
+host: the number of blocks has a bound from sizes alone, and programs beyond the last block end at once. Places that
+stay empty are neither read nor written. A single token needs no plan: each choice is a block of one.
 
 The product is taken as ``weight x^T``: the matrix units accept their left operand from registers, so weights are
 decoded where they are used and only their 4 bits pass through shared memory. A word of a weight holds 8 columns. For
@@ -16,10 +16,10 @@ take them, not as they are published (``layout``): otherwise a program would gat
 
 Sizes that change from call to call (blocks, choices) are not specialised, so that each tile is compiled once.
 
-What a program reads of activations serves all weight rows of its tile, which it multiplies a part after the other:
-where experts have many choices, the cache is busy with these reads.
+A program reads a block's activations once and multiplies them with one part of its weight rows after the other; where
+experts have many choices, the cache is busy with such reads.
 
-Legend: T tokens, P = T k choices, E experts, M choices of a block, N weight rows of a tile, K contracted columns,
+Legend: T tokens, P = T k choices, E experts, M choices of a block, N weight rows of a part, K contracted columns,
 W = K / 8 words of a row.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 PLAN_BLOCK = 1024
 ARRANGE_BLOCK = 512
 COMBINE_BLOCK = 1024
-MAX_FOUND = 32  # choices of a block whose tokens are found where they are
+MAX_FOUND = 32  # choices of a small block, if tokens are found where they are
 GROUP_WORDS = tl.constexpr(4)  # 32 values share a scale
 TILE_ROWS = tl.constexpr(layout.TILE_ROWS)
 TILE_WORDS = tl.constexpr(layout.TILE_WORDS)
@@ -465,7 +465,7 @@ def _packed_products(
     W: tl.constexpr = K // 8
     G: tl.constexpr = W // GROUP_WORDS
     WHOLE: tl.constexpr = W % BLOCK_K == 0  # tiles fill the row, no column needs a check
-    first_row = first_part * N // TILE_ROWS * TILE_ROWS  # of the tile; a part is no more than one
+    first_row = first_part * N // TILE_ROWS * TILE_ROWS  # of the layout's tile; a part never spans two
     rows = (first_part * N % TILE_ROWS + tl.arange(0, N))[:, None]
     w = tl.arange(0, BLOCK_K)[None, :]
     g = tl.arange(0, BLOCK_K // GROUP_WORDS)[None, :]

@@ -1,7 +1,8 @@
 """Attention Residuals: a softmax over depth in place of the residual stream (fact sheet 3.5).
 
 Per token the model keeps ``prefix_sum``, the sum of sub-layer outputs since the last block boundary,
-and a bank of frozen prefixes. Both live for one forward pass only; nothing is cached across steps.
+and a bank of frozen prefixes. The last output travels beside the sum, as ``delta``, until the next mix adds it.
+All live for one forward pass only; nothing is cached across steps.
 """
 
 from __future__ import annotations

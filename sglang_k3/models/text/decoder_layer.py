@@ -61,9 +61,10 @@ class KimiDecoderLayer(nn.Module):
     def forward(
         self, prefix_sum: torch.Tensor, delta: torch.Tensor | None, bank: ResidualBank, forward_batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The running prefix, and what this layer's last sub-layer adds to it: the next mix does, as it reads both.
+        """``prefix_sum`` before the MLP's output and that output, ``delta``, both ``[T, D]``: the next mix adds them.
 
-        Takes the same of the layer before; at a block boundary the prefix joins ``bank``. All are ``[T, D]``.
+        Takes the pair of the layer before; ``delta`` is None where a stage begins. At a block boundary the prefix joins
+        ``bank``.
         """
         x, prefix_sum = self.self_attention_res(bank, prefix_sum, delta, self.input_layernorm)
         # A data-parallel rank without requests has nothing to attend to, but takes part in the experts.
