@@ -55,7 +55,9 @@ def profile_of(events: list[dict[str, Any]], top: int = 15) -> StepProfile:
     inside = [event for event in events if begin <= event["ts"] < end]
     gpu = [event for event in inside if event.get("cat") in GPU_CATEGORIES]
     launches = [e for e in inside if e.get("cat") in ("cuda_runtime", "cuda_driver") and _starts_work(e["name"])]
-    own = _own_times([event for event in inside if event.get("cat") == "python_function"])
+    functions = [event for event in inside if event.get("cat") == "python_function"]
+    # A wait may outlast the steps.
+    own = _own_times([{**event, "dur": min(event["dur"], end - event["ts"])} for event in functions])
     of_functions: Counter[str] = Counter()
     for (_, name), time in own.items():
         of_functions[name] += time

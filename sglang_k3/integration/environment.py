@@ -31,8 +31,6 @@ def set_for_k3(*, run_dtype: str, device: str, tp_size: int, pp_size: int) -> No
             f"{MODEL_PACKAGE!r}. Unset it for this server."
         )
     _default("SGLANG_EXTERNAL_MODEL_PACKAGE", MODEL_PACKAGE)
-    # The host would import its models, all of them, to know their names: seconds of a start.
-    _default("SGLANG_DISABLED_MODEL_ARCHS", ",".join(_host_models()))
     # The conv history is exact in the run dtype (design.md 8); the host's own default is bfloat16.
     _default("SGLANG_MAMBA_CONV_DTYPE", run_dtype)
     if device == "cpu":
@@ -40,10 +38,6 @@ def set_for_k3(*, run_dtype: str, device: str, tp_size: int, pp_size: int) -> No
     else:
         # The host's newer all-reduce is compiled by nvcc at the start; the older one comes as a binary.
         _default("SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2", "0")
-
-
-def _host_models() -> list[str]:
-    return [module.name for module in pkgutil.iter_modules(importlib.import_module(HOST_MODELS).__path__)]
 
 
 def _set_for_cpu(tp_size: int, pp_size: int) -> None:
@@ -58,6 +52,12 @@ def _set_for_cpu(tp_size: int, pp_size: int) -> None:
     if num_ranks > 1:
         # The host would open NCCL on a device that has none; a path that leads nowhere switches that off.
         _default("SGLANG_NCCL_SO_PATH", "/nonexistent")
+
+
+def leave_out_host_models() -> None:
+    """In a process that serves K3 and nothing else: the host imports all models that it has, to know their names."""
+    names = [module.name for module in pkgutil.iter_modules(importlib.import_module(HOST_MODELS).__path__)]
+    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(names))
 
 
 def clear() -> None:

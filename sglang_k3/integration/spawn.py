@@ -10,12 +10,14 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
+from sglang_k3.integration.environment import leave_out_host_models
 from sglang_k3.integration.verify import require_hooks
 
 
 def run_scheduler_process(
     server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, *args: Any, **kwargs: Any
 ) -> Any:
+    leave_out_host_models()
     with _without_collections():
         from sglang.srt.plugins import load_plugins
 

@@ -331,7 +331,6 @@ def test_the_environment_of_one_server_does_not_reach_the_next(
     names = (
         "SGLANG_MAMBA_CONV_DTYPE",
         "SGLANG_EXTERNAL_MODEL_PACKAGE",
-        "SGLANG_DISABLED_MODEL_ARCHS",
         "OMP_NUM_THREADS",
     )
     for name in names:
@@ -350,8 +349,11 @@ def test_of_the_hosts_models_none_is_imported_for_k3(checkpoint: Path, monkeypat
     for name in ("SGLANG_DISABLED_MODEL_ARCHS", "SGLANG_EXTERNAL_MODEL_PACKAGE"):
         monkeypatch.delenv(name, raising=False)
     K3ServerArgs(model_path=str(checkpoint), device="cpu")
+    assert "SGLANG_DISABLED_MODEL_ARCHS" not in os.environ, "another model may be started from here"
     program = """
 import sys
+from sglang_k3.integration.environment import leave_out_host_models
+leave_out_host_models()
 from sglang.srt.models.registry import ModelRegistry
 print(*ModelRegistry.models)
 print(*(name for name in sys.modules if name.startswith("sglang.srt.models.")))
