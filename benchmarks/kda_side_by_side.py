@@ -9,8 +9,8 @@ prefill takes no snapshot; ours takes one per sequence where the name says ``tra
 against the same floor. Before a time, the output is compared with ours; the host rounds to bf16 inside.
 
 What the host decodes with is one kernel that makes the gates as well, for which we have two. That is
-``kda_gate+decode``, not compared, since its gates are of a model whose decay has no lower bound. Rows go to
-``benchmarks/results/kda.json``.
+``kda_gate+decode``. Its gates are of a model whose decay has no lower bound, so its output is compared with that of
+our decode with such gates. Rows go to ``benchmarks/results/kda.json``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from kernels import floor_us, time_call, time_case
 from rows import Row, save
 from torch import Tensor
+from torch.nn import functional
 
 from sglang_k3.kernels import OPS
 from sglang_k3.kernels.case_kit import Cost, Inputs
@@ -78,8 +79,8 @@ def main() -> None:
                     report(f"kda_gate+decode/decode-{batch}-{heads}-heads/{who}", *figures)
 
 
-def times_with_gates(batch: int, heads: int) -> Iterator[tuple[str, str, float, float]]:
-    """Who, metric, microseconds and floor."""
+def times_with_gates(batch: int, heads: int) -> Iterator[tuple[str, str, float, float, str]]:
+    """Who, metric, microseconds, floor and error."""
     width = heads * KEY_DIM
     draw = partial(torch.randn, device="cuda")
     inputs = {
@@ -93,17 +94,34 @@ def times_with_gates(batch: int, heads: int) -> Iterator[tuple[str, str, float, 
     }
     written = (inputs["ssm_states"], inputs["a"])  # the output is as large as a
     floor = floor_us(Cost(sum(x.nbytes for x in (*inputs.values(), *written)), 0))
-    for who, call in (("triton", gates_and_decode), ("host", host_gates_and_decode)):
-        yield who, *time_call(partial(call, **inputs)), floor
+    error = error_of_the_host(**inputs)
+    for who, call, text in (("triton", gates_and_decode, ""), ("host", host_gates_and_decode, f"{error:.1e}")):
+        yield who, *time_call(partial(call, **inputs)), floor, text
+
+
+def error_of_the_host(
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, ssm_states: Tensor, cache_indices: Tensor
+) -> float:
+    """Of its output to that of our decode with gates of no lower bound, ``-exp(A_log) softplus(a + dt_bias)``."""
+    g = -A_log.exp().unsqueeze(-1) * functional.softplus(a.float().unflatten(-1, (-1, KEY_DIM)) + dt_bias)
+    pool = ssm_states.clone()
+    ours = decode(mixed_qkv, g, b.float().sigmoid(), ssm_states=pool, cache_indices=cache_indices).float()
+    pool.copy_(ssm_states)
+    host = host_gates_and_decode(mixed_qkv, a, b, A_log, dt_bias, pool, cache_indices).float()
+    return ((host - ours).square().mean() / ours.square().mean()).sqrt().item()
 
 
 def gates_and_decode(
     mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, ssm_states: Tensor, cache_indices: Tensor
 ) -> Tensor:
-    gate, decode = (importlib.import_module(OPS[op]).IMPLS[0].fn for op in ("kda_gate", "kda_decode"))
-    q, k, v = mixed_qkv.unflatten(-1, (3, -1, KEY_DIM)).unbind(1)
+    gate = importlib.import_module(OPS["kda_gate"]).IMPLS[0].fn
     g, beta = gate(a.unflatten(-1, (-1, KEY_DIM)), b, A_log, dt_bias, lower_bound=-5.0)
-    o: Tensor = decode(q, k, v, g, beta, ssm_states=ssm_states, cache_indices=cache_indices, scale=KEY_DIM**-0.5)
+    return decode(mixed_qkv, g, beta, ssm_states=ssm_states, cache_indices=cache_indices)
+
+
+def decode(mixed_qkv: Tensor, g: Tensor, beta: Tensor, **pool: Tensor) -> Tensor:
+    q, k, v = mixed_qkv.unflatten(-1, (3, -1, KEY_DIM)).unbind(1)
+    o: Tensor = importlib.import_module(OPS["kda_decode"]).IMPLS[0].fn(q, k, v, g, beta, **pool, scale=KEY_DIM**-0.5)
     return o
 
 

@@ -59,7 +59,7 @@ def _impls(topic: str) -> str:
         figures.setdefault(case, {"floor": row["baseline"]})[impl] = row["value"]
     impls = list(dict.fromkeys(impl for by_impl in figures.values() for impl in by_impl))
     lines = [f"| us | {' | '.join(impls)} |", "| --- |" + " --- |" * len(impls)]
-    for case, by_impl in figures.items():
+    for case, by_impl in sorted(figures.items(), key=lambda item: _natural(item[0])):
         cells = [f"{by_impl[impl]:,.0f}" if impl in by_impl else "" for impl in impls]
         lines.append(f"| `{case}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

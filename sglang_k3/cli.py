@@ -23,7 +23,7 @@ Kimi K3 on stock SGLang, as a plugin. Serving needs no command of ours; SGLang f
 TINY = """\
 Write a small K3 checkpoint in the published layout: config.json, tokenizer.json and safetensors.
 The weights are random unless the preset has fitted ones.
-The same arguments give the same bytes. It takes seconds and a few MB, and serves with
+The same arguments give the same bytes. It takes seconds and, unless the preset says more, a few MB. It serves with
 
   python -m sglang.launch_server --model DIR
 """
@@ -67,12 +67,15 @@ The same figures over time: start the server with --enable-metrics and look at t
 The scheduler stands still while it describes its cache: some 5 ms per thousand branches.
 """
 
-# One line for each of sglang_k3.testing.tiny.PRESETS, kept here because importing those costs seconds (tests compare).
+# One line for each of PRESETS and GPU_PRESETS of sglang_k3.testing.presets, kept here because to import those costs
+# seconds (tests compare).
 PRESETS = {
     "default": "9 layers, attention residual blocks of 4: every structural feature of K3",
     "odd": "13 layers; head counts and widths that are no powers of two",
     "deep": "25 layers, attention residual blocks of 12 as in the published model",
     "chat": "5 layers with fitted weights, not random ones: holds a small conversation and calls tools",
+    "gpu": "8 layers with heads of K3's sizes, 16 of them, for a GPU; 248 MB",
+    "gpu-96-heads": "the same with 96 heads of attention, as a rank has under data-parallel attention; 397 MB",
 }
 
 
@@ -99,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_tiny(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    presets = "\n".join(f"  {name:<12} {text}" for name, text in PRESETS.items())
+    presets = "\n".join(f"  {name:<13} {text}" for name, text in PRESETS.items())
     tiny = commands.add_parser(
         "tiny",
         help="write a small random K3 checkpoint in the published layout",

@@ -45,7 +45,7 @@ def write_tiny(
 
     Args:
         folder: must not exist, or be empty.
-        preset: a name in ``PRESETS``.
+        preset: a name in ``PRESETS`` or ``GPU_PRESETS``.
         seed: of random weights; a fitted preset knows only seed 0.
         dtype: what ``config.json`` names as the run dtype; the tensors on disk have the published dtypes either way.
         experts: MXFP4 pairs, or the very same values unpacked to bf16.

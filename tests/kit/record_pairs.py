@@ -21,6 +21,7 @@ from tests.kit.configurations import ON_GPU, Configuration
 from tests.kit.pairs import ROOT, Row, Where, in_order, load, merged, save
 
 SHORT_CHUNK = 128  # tokens; the prompts of served tests are longer
+DEFAULT_PAGE = "64" if ON_GPU else "1"
 
 _passed: collections.Counter[tuple[str, tuple[str, ...], Where]] = collections.Counter()
 _failed: set[tuple[str, tuple[str, ...], Where]] = set()
@@ -29,8 +30,9 @@ _failed: set[tuple[str, tuple[str, ...], Where]] = set()
 def features_of(configuration: Configuration) -> set[str]:
     """What a server has that runs with these flags."""
     flags, found = configuration.flags, set()
+    if (flags[flags.index("--page-size") + 1] if "--page-size" in flags else DEFAULT_PAGE) != "1":
+        found.add("pages")
     for flag, name in (
-        ("--page-size", "pages"),
         ("--tp-size", "tp"),
         ("--ep-size", "ep"),
         ("--pp-size", "pp"),

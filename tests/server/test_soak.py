@@ -64,7 +64,7 @@ def test_every_answer_is_right_and_nothing_is_left(
 @pytest.mark.parametrize(
     ("flags", "env", "count", "concurrency"),
     [
-        pytest.param(WIDE_POOLS, {}, 600, 200, id="two hundred at once"),
+        pytest.param(WIDE_POOLS, {}, 600, 200, id="two hundred at once", marks=pytest.mark.covers("pages")),
         pytest.param(
             (*SMALL_POOLS, "--page-size", "1"),
             EAGER,

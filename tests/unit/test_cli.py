@@ -14,7 +14,7 @@ from sglang_k3 import cli, doctor
 from sglang_k3.integration import compat, verify
 from sglang_k3.kernels import OPS, rms_norm
 from sglang_k3.kernels.dispatch import Impl
-from sglang_k3.testing.tiny import PRESETS
+from sglang_k3.testing.presets import GPU_PRESETS, PRESETS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +46,7 @@ def test_help_shows_commands_to_copy(capsys: pytest.CaptureFixture[str], argv: l
 
 
 def test_help_lists_every_preset():
-    assert list(cli.PRESETS) == list(PRESETS)
+    assert list(cli.PRESETS) == [*PRESETS, *GPU_PRESETS]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]):
