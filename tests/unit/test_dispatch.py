@@ -84,16 +84,20 @@ def test_every_op_has_cases_with_distinct_names_and_a_cost(op_name):
     assert cases.TOLERANCE in ("bitwise", "ulp", "ratio")
     for case in cases.CASES:
         num_bytes, num_flops = cases.cost(case)
+        assert num_bytes >= 0
+        if "gpu" in case.marks:  # seconds to draw
+            continue
         inputs = cases.make_inputs(case, "cpu")
         # An op that computes reads its first input at least once; pools count by the rows that are touched.
         assert num_flops == 0 or num_bytes >= inputs.args[0].numel() * inputs.args[0].element_size()
-        assert num_bytes >= 0
 
 
 @pytest.mark.parametrize("op_name", OPS)
 def test_cases_are_the_same_whenever_they_are_made(op_name):
     cases = importlib.import_module(f"{OPS[op_name]}.cases")
     for case in cases.CASES:
+        if "gpu" in case.marks:  # seconds to draw
+            continue
         first, second = (cases.make_inputs(case, "cpu") for _ in range(2))
         for a, b in zip(first.args, second.args, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
