@@ -39,6 +39,7 @@ TOPIC = "serve_h200"
 COLD_START_LIMIT_S = 60.0
 HOST_OVERHEAD_LIMIT_MS = 1.5
 STEP_BATCH = 64
+STEPS_SEEN_S = 2.0  # without a profiler
 PROFILED_STEPS = 40
 NO_COMPILERS = ("nvcc", "ninja")
 LOG_EVERY = 10  # decode steps between two lines of the server's log
@@ -202,7 +203,10 @@ class Bench:
         return folder
 
     def step(self, server: ServerProcess, command: str) -> list[Row]:
-        """Decode steps of a full batch: their time without a profiler, and the GPU's share of it with one."""
+        """Decode steps of a full batch: their time without a profiler, and the GPU's share of it with one.
+
+        Beside them, how fast the host's cores are at that moment: it decides what a step takes beside the GPU.
+        """
         body = {"sampling_params": {"max_new_tokens": 4000, "temperature": 0, "ignore_eos": True}}
         with ThreadPoolExecutor(STEP_BATCH) as pool:
             asked = [
@@ -210,7 +214,8 @@ class Bench:
                 for n in range(STEP_BATCH)
             ]
             marked = _wait_for_full_batch(server.log_path)
-            time.sleep(1.0)
+            loop_ms = python_loop_ms()
+            time.sleep(STEPS_SEEN_S)
             plain = server.log_path.read_bytes()[marked:].decode(errors="replace")
             quiet = self._trace(server, "quiet", with_stack=False)
             told = self._trace(server, "told", with_stack=True)
@@ -224,6 +229,7 @@ class Bench:
             ("gpu_ms", quiet.gpu_ms, "ms", None),
             ("host_ms", step_ms - quiet.gpu_ms, "ms", HOST_OVERHEAD_LIMIT_MS),
             ("plugin_percent", 100 * told.plugin, "%", None),
+            ("python_loop_ms", loop_ms, "ms", None),
         )
         return [
             Row(case=case, metric=name, value=round(value, 3), unit=unit, baseline=limit, command=command)
@@ -314,6 +320,18 @@ def host_imports_s() -> float:
         program = f"import sglang.launch_server, {module}"
         subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, stderr=subprocess.DEVNULL)
     return time.monotonic() - begin
+
+
+def python_loop_ms() -> float:
+    """What a million rounds of an empty loop take here and now, the median of five times."""
+
+    def once() -> float:
+        begin = time.perf_counter()
+        for _ in range(1_000_000):
+            pass
+        return 1000 * (time.perf_counter() - begin)
+
+    return statistics.median(once() for _ in range(5))
 
 
 def _keep(log: Path) -> None:
