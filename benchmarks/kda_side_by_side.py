@@ -6,7 +6,9 @@
 
 96 heads are a whole layer of K3, 12 what a rank of eight holds. The host gets the log decay ready made, as we do. Its
 prefill takes no snapshot; ours takes one per sequence where the name says ``tracked``. Timed as in ``kernels.py``,
-against the same floor. Before a time, the output is compared with ours; the host rounds to bf16 inside.
+against the same floor. Before a time, the output is compared with ours, and nothing is timed that is further off than
+its rounding explains, but for the prefill of SGLang 0.5.16: it takes the decay inside a chunk to base 2 and elsewhere
+to base e, which is a fault of results, 9 to 10 % of them, not of time.
 
 What the host decodes with is one kernel that makes the gates as well, for which we have two. That is
 ``kda_gate+decode``. Its gates are of a model whose decay has no lower bound, so its output is compared with that of
@@ -35,6 +37,7 @@ from sglang_k3.kernels.dispatch import Impl
 KEY_DIM = VALUE_DIM = 128
 PREFILLS = {"prefill-1x8192": (8192,), "prefill-8x1024": (1024,) * 8, "prefill-64x128": (128,) * 64}
 BATCHES = (1, 16, 64, 256)
+LARGEST_ERROR = {"kda_decode": 0.02, "kda_prefill": 0.15, "kda_gate+decode": 0.02}
 
 
 def main() -> None:
@@ -51,8 +54,8 @@ def main() -> None:
         setattr(importlib.import_module(f"{OPS[op]}.triton_impl"), constant, int(number))
     command = " ".join(["python benchmarks/kda_side_by_side.py", *sys.argv[1:]])
 
-    def report(name: str, metric: str, us: float, floor: float, error: str = "") -> None:
-        print(f"{name:<44} {us:>10.2f} {floor:>9.2f} {us / floor:>7.2f}   {error}", flush=True)
+    def report(name: str, error: float, metric: str, us: float, floor: float) -> None:
+        print(f"{name:<44} {us:>10.2f} {floor:>9.2f} {us / floor:>7.2f}   {error:.1e}", flush=True)
         row = Row(case=name, metric=metric, value=round(us, 2), unit="us", baseline=round(floor, 2), command=command)
         if not args.set:
             save("kda", [row])
@@ -70,7 +73,8 @@ def main() -> None:
             del outputs
             for impl, error in zip(impls, errors, strict=True):
                 name = f"{op}/{size}-{heads}-heads/{impl.name}"
-                report(name, *time_case(impl, inputs), floor_us(cases.cost(case)), f"{error:.1e}")
+                check_error(name, error)
+                report(name, error, *time_case(impl, inputs), floor_us(cases.cost(case)))
             del inputs
             torch.cuda.empty_cache()
         for batch in BATCHES:
@@ -79,8 +83,14 @@ def main() -> None:
                     report(f"kda_gate+decode/decode-{batch}-{heads}-heads/{who}", *figures)
 
 
-def times_with_gates(batch: int, heads: int) -> Iterator[tuple[str, str, float, float, str]]:
-    """Who, metric, microseconds, floor and error."""
+def check_error(name: str, error: float) -> None:
+    limit = LARGEST_ERROR[name.split("/")[0]]
+    if not error <= limit:
+        raise SystemExit(f"{name}: its output is {error:.1e} off ours, and at most {limit:g} is rounding: not timed.")
+
+
+def times_with_gates(batch: int, heads: int) -> Iterator[tuple[str, float, str, float, float]]:
+    """Who, error, metric, microseconds and floor."""
     width = heads * KEY_DIM
     draw = partial(torch.randn, device="cuda")
     inputs = {
@@ -94,9 +104,12 @@ def times_with_gates(batch: int, heads: int) -> Iterator[tuple[str, str, float, 
     }
     written = (inputs["ssm_states"], inputs["a"])  # the output is as large as a
     floor = floor_us(Cost(sum(x.nbytes for x in (*inputs.values(), *written)), 0))
-    error = error_of_the_host(**inputs)
-    for who, call, text in (("triton", gates_and_decode, ""), ("host", host_gates_and_decode, f"{error:.1e}")):
-        yield who, *time_call(partial(call, **inputs)), floor, text
+    for who, call, error in (
+        ("triton", gates_and_decode, 0.0),
+        ("host", host_gates_and_decode, error_of_the_host(**inputs)),
+    ):
+        check_error(f"kda_gate+decode/{who}", error)
+        yield who, error, *time_call(partial(call, **inputs)), floor
 
 
 def error_of_the_host(
@@ -119,9 +132,10 @@ def gates_and_decode(
     return decode(mixed_qkv, g, beta, ssm_states=ssm_states, cache_indices=cache_indices)
 
 
-def decode(mixed_qkv: Tensor, g: Tensor, beta: Tensor, **pool: Tensor) -> Tensor:
+def decode(mixed_qkv: Tensor, g: Tensor, beta: Tensor, *, ssm_states: Tensor, cache_indices: Tensor) -> Tensor:
+    fn = importlib.import_module(OPS["kda_decode"]).IMPLS[0].fn
     q, k, v = mixed_qkv.unflatten(-1, (3, -1, KEY_DIM)).unbind(1)
-    o: Tensor = importlib.import_module(OPS["kda_decode"]).IMPLS[0].fn(q, k, v, g, beta, **pool, scale=KEY_DIM**-0.5)
+    o: Tensor = fn(q, k, v, g, beta, ssm_states=ssm_states, cache_indices=cache_indices, scale=KEY_DIM**-0.5)
     return o
 
 

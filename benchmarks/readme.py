@@ -60,9 +60,14 @@ def _impls(topic: str) -> str:
     impls = list(dict.fromkeys(impl for by_impl in figures.values() for impl in by_impl))
     lines = [f"| us | {' | '.join(impls)} |", "| --- |" + " --- |" * len(impls)]
     for case, by_impl in sorted(figures.items(), key=lambda item: _natural(item[0])):
-        cells = [f"{by_impl[impl]:,.0f}" if impl in by_impl else "" for impl in impls]
+        cells = [_three_digits(by_impl[impl]) if impl in by_impl else "" for impl in impls]
         lines.append(f"| `{case}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _three_digits(us: float) -> str:
+    """At least, where there is a tenth of a microsecond to tell."""
+    return f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
 
 
 def _metrics(topic: str) -> str:

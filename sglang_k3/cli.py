@@ -23,7 +23,7 @@ Kimi K3 on stock SGLang, as a plugin. Serving needs no command of ours; SGLang f
 TINY = """\
 Write a small K3 checkpoint in the published layout: config.json, tokenizer.json and safetensors.
 The weights are random unless the preset has fitted ones.
-The same arguments give the same bytes. It takes seconds and, unless the preset says more, a few MB. It serves with
+The same arguments give the same bytes. Unless the preset says more, it takes seconds and a few MB. It serves with
 
   python -m sglang.launch_server --model DIR
 """
@@ -75,7 +75,7 @@ PRESETS = {
     "deep": "25 layers, attention residual blocks of 12 as in the published model",
     "chat": "5 layers with fitted weights, not random ones: holds a small conversation and calls tools",
     "gpu": "8 layers with heads of K3's sizes, 16 of them, for a GPU; 248 MB",
-    "gpu-96-heads": "the same with 96 heads of attention, as a rank has under data-parallel attention; 397 MB",
+    "gpu-96-heads": "the same with 96 heads of MLA, as a rank has under data-parallel attention; 397 MB",
 }
 
 

@@ -21,16 +21,17 @@ from tests.kit.configurations import ON_GPU, Configuration
 from tests.kit.pairs import ROOT, Row, Where, in_order, load, merged, save
 
 SHORT_CHUNK = 128  # tokens; the prompts of served tests are longer
-DEFAULT_PAGE = "64" if ON_GPU else "1"
+DEFAULT_PAGE = "64" if ON_GPU else "1"  # the plugin's, as a flag
 
 _passed: collections.Counter[tuple[str, tuple[str, ...], Where]] = collections.Counter()
 _failed: set[tuple[str, tuple[str, ...], Where]] = set()
 
 
 def features_of(configuration: Configuration) -> set[str]:
-    """What a server has that runs with these flags."""
+    """What a server has that runs with these flags, and with the plugin's defaults on this device."""
     flags, found = configuration.flags, set()
-    if (flags[flags.index("--page-size") + 1] if "--page-size" in flags else DEFAULT_PAGE) != "1":
+    page = flags[flags.index("--page-size") + 1] if "--page-size" in flags else DEFAULT_PAGE
+    if page != "1":
         found.add("pages")
     for flag, name in (
         ("--tp-size", "tp"),

@@ -88,6 +88,14 @@ def test_flags_say_what_a_server_has(flags: tuple[str, ...], found: set[str]) ->
     assert record_pairs.features_of(Configuration("any", flags=flags, dtype="bfloat16")) == found | {"bf16"}
 
 
+@pytest.mark.parametrize(("flags", "has_pages"), [((), True), (("--page-size", "1"), False)])
+def test_a_server_has_pages_where_they_are_the_default(
+    flags: tuple[str, ...], has_pages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_pairs, "DEFAULT_PAGE", "64")
+    assert ("pages" in record_pairs.features_of(Configuration("any", flags=flags))) == has_pages
+
+
 @pytest.mark.covers("abort", "flush")
 @pytest.mark.refuses("dp", "pp")
 @pytest.mark.parametrize("stream", [True])
