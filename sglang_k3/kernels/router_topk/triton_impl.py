@@ -55,7 +55,6 @@ def router_topk(
         topk_ids,
         num_experts,
         scaling_factor,
-        logits.stride(0),
         logits.stride(1),
         bias.stride(0),
         NUM_PARTS=logits.shape[0],
@@ -94,7 +93,7 @@ def _partial_logits(x: Tensor, weight: Tensor) -> Tensor:
         width,
         *x.stride(),
         *weight.stride(),
-        *logits.stride()[:2],
+        logits.stride(1),
         PARTS=parts_per_program,
         PART=_PART,
         NATIVE=x.dtype == weight.dtype and x.dtype != torch.float32,
@@ -107,7 +106,7 @@ def _partial_logits(x: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _multiply(
     x_ptr,
     weight_ptr,
@@ -119,7 +118,6 @@ def _multiply(
     x_col,
     weight_row,
     weight_col,
-    logits_part,
     logits_row,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
@@ -148,7 +146,9 @@ def _multiply(
             x_ptr += BLOCK_D * x_col
             weight_ptr += BLOCK_D * weight_col
         total += part
-    logits_ptr += tl.program_id(2).to(tl.int64) * logits_part + tokens[None, :] * logits_row + experts[:, None]
+    # Parts are multiples of rows: were their stride an argument, it would be one that follows the number of tokens.
+    first_row = tl.program_id(2).to(tl.int64) * num_tokens
+    logits_ptr += (first_row + tokens)[None, :] * logits_row + experts[:, None]
     tl.store(logits_ptr, total, mask=(tokens < num_tokens)[None, :] & (experts < num_experts)[:, None])
 
 
@@ -160,7 +160,6 @@ def _choose(
     topk_ids_ptr,
     num_experts,
     scaling_factor,
-    logits_part,
     logits_row,
     bias_col,
     NUM_PARTS: tl.constexpr,
@@ -178,6 +177,7 @@ def _choose(
     experts = tl.arange(0, SETS)[:, None] * SET + tl.arange(0, SET)[None, :]
     inside = experts < num_experts
     logits_ptr += token * logits_row
+    logits_part = tl.num_programs(0).to(tl.int64) * logits_row
     biased = _scores(logits_ptr + experts, inside, logits_part, NUM_PARTS)
     biased += tl.load(bias_ptr + experts * bias_col, mask=inside, other=0.0)
     if KEPT < GROUPS:

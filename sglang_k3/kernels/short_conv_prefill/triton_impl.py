@@ -76,7 +76,7 @@ def short_conv_prefill(
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_halvings"])
 def _outputs(
     x_ptr,
     x_row,
