@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from sglang_k3.chat.schema_alternatives import Schema, alternatives, rebased
+from sglang_k3.chat.schema_alternatives import Schema, alternatives, check_keywords, rebased
 from sglang_k3.chat.segments import CLOSE, END_OF_MESSAGE, OPEN, SEP
 
 Format = dict[str, Any]
@@ -205,9 +205,13 @@ def _json(schema: Schema) -> Format:
     """JSON with one space behind ``,`` and ``:`` and none elsewhere, as K3 writes values.
 
     Free white space would be an endless path that a model can fall into and never leave.
+
+    Raises:
+        ValueError: the schema cannot be held to.
     """
     from xgrammar import Grammar
 
+    check_keywords(schema)
     try:
         grammar = Grammar.from_json_schema(json.dumps(dict(schema)), any_whitespace=False)
     except RuntimeError as error:

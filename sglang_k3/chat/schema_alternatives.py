@@ -32,8 +32,7 @@ def alternatives(schema: Any, root: Schema, seen: frozenset[str] = frozenset()) 
         return [{}] if schema else []
     if not isinstance(schema, Mapping):
         raise ValueError(f"The schema {schema!r} cannot be enforced: it must be an object or a boolean.")
-    if refused := [key for key in _REFUSED if key in schema]:
-        raise ValueError(f"{refused[0]!r} in a schema of arguments cannot be enforced: leave it out.")
+    _refuse_keywords(schema)
     found = [{key: value for key, value in schema.items() if key not in _RESOLVED + _NOTES}]
     if "$ref" in schema:
         ref = schema["$ref"]
@@ -47,6 +46,29 @@ def alternatives(schema: Any, root: Schema, seen: frozenset[str] = frozenset()) 
             choices = [choice for part in schema[key] for choice in alternatives(part, root, seen)]
             found = _both(found, choices)
     return found
+
+
+def check_keywords(part: Any) -> None:
+    """Refuse, at any depth of a schema, keywords that xgrammar would pass over.
+
+    Raises:
+        ValueError: there is one; the message names it.
+    """
+    if isinstance(part, list):
+        for item in part:
+            check_keywords(item)
+    elif isinstance(part, Mapping):
+        _refuse_keywords(part)
+        for key, value in part.items():
+            if key in _MAPS_OF_SCHEMAS and isinstance(value, Mapping):
+                check_keywords([*value.values()])
+            elif key not in _DATA:
+                check_keywords(value)
+
+
+def _refuse_keywords(schema: Schema) -> None:
+    if refused := [key for key in _REFUSED if key in schema]:
+        raise ValueError(f"{refused[0]!r} in a schema cannot be enforced: leave it out.")
 
 
 def rebased(part: Any, base: str) -> Any:

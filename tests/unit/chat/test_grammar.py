@@ -291,6 +291,8 @@ def test_the_arguments_are_held_to_what_their_schema_combines(accepts) -> None:
     [
         ({"not": {"type": "string"}}, "'not'"),
         ({"if": {"type": "string"}, "then": {"minLength": 1}}, "'if'"),
+        ({"type": "object", "properties": {"b": {"not": {"const": 3}}}}, "'not'"),
+        ({"type": "array", "items": {"anyOf": [{"type": "object", "properties": {"b": {"if": {}}}}]}}, "'if'"),
         ({"$ref": "#/$defs/none"}, "nothing there"),
         ({"$ref": "https://example.org/x"}, "same schema"),
         ({"$ref": "#/properties/a"}, "leads back"),
@@ -307,6 +309,28 @@ def test_what_cannot_be_held_to_is_refused(schema: Any, says: str) -> None:
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}, "required": ["a"]}}
     with pytest.raises(ValueError, match=says):
         grammar.tools_turn([tool], thinking=True, at_least_one=True, parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"not": {"type": "object"}}, "'not'"),
+        ({"properties": {"a": {"type": "integer", "not": {"const": 3}}}}, "'not'"),
+        ({"$defs": {"a": {"items": [{"if": {}}]}}, "properties": {"a": {"$ref": "#/$defs/a"}}}, "'if'"),
+        ({"dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
+    ],
+    ids=str,
+)
+def test_a_document_that_cannot_be_held_to_its_schema_is_refused(schema: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        grammar.json_turn(schema, thinking=True)
+    with pytest.raises(ValueError, match=says):
+        grammar.tools_turn([WEATHER], thinking=True, at_least_one=False, parallel=True, response=schema)
+
+
+def test_names_and_values_are_no_keywords() -> None:
+    schema = {"type": "object", "properties": {"not": {"const": {"if": 1}}, "if": {"enum": [{"not": 2}]}}}
+    grammar.json_turn(schema | {"default": {"not": 3}, "required": ["not", "if"]}, thinking=True)
 
 
 def test_limits_over_all_arguments_are_refused() -> None:
