@@ -11,11 +11,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from sglang_k3.chat.schema_alternatives import Schema, alternatives, check_keywords, rebased
+from sglang_k3.chat.schema_alternatives import NUL_IN_JSON, Schema, alternatives, check_keywords, rebased
 from sglang_k3.chat.segments import CLOSE, END_OF_MESSAGE, OPEN, SEP
 
 Format = dict[str, Any]
 
+MAX_REFERENCES = 1000
 _CONTROL = [OPEN, CLOSE, SEP, END_OF_MESSAGE]
 _INDEX = {"type": "regex", "pattern": "[1-9][0-9]{0,3}"}
 _KEY = {"type": "regex", "pattern": '[^"<&]{1,128}'}
@@ -212,8 +213,14 @@ def _json(schema: Schema) -> Format:
     from xgrammar import Grammar
 
     check_keywords(schema)
+    text = json.dumps(dict(schema))
+    # xgrammar follows references without an end to its stack, and reads past the end of a pattern with a NUL.
+    if (count := text.count('"$ref"')) > MAX_REFERENCES:
+        raise ValueError(f"A schema with {count} references cannot be enforced: it may have {MAX_REFERENCES}.")
+    if NUL_IN_JSON.search(text):
+        raise ValueError("A schema with a NUL character cannot be enforced: leave it out.")
     try:
-        grammar = Grammar.from_json_schema(json.dumps(dict(schema)), any_whitespace=False)
+        grammar = Grammar.from_json_schema(text, any_whitespace=False)
     except RuntimeError as error:
         raise ValueError(f"This JSON schema cannot be enforced: {error}") from None
     return {"type": "grammar", "grammar": str(grammar)}

@@ -5,6 +5,7 @@ Arguments are not one JSON document, so xgrammar's reader of schemas cannot be a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import product
 from typing import Any
@@ -13,6 +14,7 @@ from urllib.parse import unquote
 Schema = Mapping[str, Any]
 
 MAX_ALTERNATIVES = 64
+NUL_IN_JSON = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 _NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
 _RESOLVED = ("$id", "$defs", "definitions", "$ref", "anyOf", "oneOf", "allOf")
 _REFUSED = ("not", "if", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
@@ -20,7 +22,7 @@ _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _DATA = ("enum", "const", "default", "examples")
 
 
-def alternatives(schema: Any, root: Schema, seen: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
+def alternatives(schema: Any, root: Schema) -> list[dict[str, Any]]:
     """Schemas of which a value must fit one, each without references, combinations and notes at its top.
 
     ``oneOf`` is read as ``anyOf``. ``root`` is the whole schema, in which references are looked up.
@@ -28,6 +30,11 @@ def alternatives(schema: Any, root: Schema, seen: frozenset[str] = frozenset()) 
     Raises:
         ValueError: the schema cannot be resolved or held to; the message names the keyword.
     """
+    return _alternatives(schema, root, {})
+
+
+def _alternatives(schema: Any, root: Schema, known: dict[str, list[dict[str, Any]] | None]) -> list[dict[str, Any]]:
+    """``known`` has what each reference stands for, so that none is followed twice, and None while it is followed."""
     if isinstance(schema, bool):
         return [{}] if schema else []
     if not isinstance(schema, Mapping):
@@ -35,16 +42,23 @@ def alternatives(schema: Any, root: Schema, seen: frozenset[str] = frozenset()) 
     _refuse_keywords(schema)
     found = [{key: value for key, value in schema.items() if key not in _RESOLVED + _NOTES}]
     if "$ref" in schema:
-        ref = schema["$ref"]
-        if ref in seen:
-            raise ValueError(f"$ref={ref!r} cannot be enforced: it leads back to itself.")
-        found = _both(found, alternatives(_target(ref, root), root, seen | {ref}))
+        found = _both(found, _referenced(schema["$ref"], root, known))
     for part in schema.get("allOf", ()):
-        found = _both(found, alternatives(part, root, seen))
+        found = _both(found, _alternatives(part, root, known))
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            choices = [choice for part in schema[key] for choice in alternatives(part, root, seen)]
+            choices = [choice for part in schema[key] for choice in _alternatives(part, root, known)]
             found = _both(found, choices)
+    return found
+
+
+def _referenced(ref: Any, root: Schema, known: dict[str, list[dict[str, Any]] | None]) -> list[dict[str, Any]]:
+    target = _target(ref, root)
+    if ref not in known:
+        known[ref] = None
+        known[ref] = _alternatives(target, root, known)
+    if (found := known[ref]) is None:
+        raise ValueError(f"$ref={ref!r} cannot be enforced: it leads back to itself.")
     return found
 
 

@@ -11,12 +11,14 @@ import dataclasses
 import json
 import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import MAX_LEN, SamplingParams, get_max_seq_length, sre_parse
+
+from sglang_k3.chat.schema_alternatives import NUL_IN_JSON
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 
@@ -29,6 +31,8 @@ MAX_INT32 = 2**31 - 1
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 MAX_NUMBER = 1e30  # fits float32, in which the host keeps temperatures and biases, with room for their quotient
 
+_EBNF_TOKEN = re.compile(r"Token\w*\s*\(")  # xgrammar's macros of token ids
+_TAG_TOKENS = {"token", "tokens", "exclude_tokens", "trigger_tokens"}
 _TEXT_ONLY = "this version of sglang-k3 serves text only"
 _OF_THE_HOST = "the processes of the host tell it each other"
 _NOT_SERVED = {
@@ -133,7 +137,7 @@ def _check_sampling(params: Any, vocab_size: int) -> None:
     penalty = checked.repetition_penalty
     _require(penalty >= 1 / MAX_NUMBER, "repetition_penalty", penalty, f"from {1 / MAX_NUMBER:g} to 2")
     _check_stops(checked)
-    _check_grammars(checked)
+    _check_grammars(checked, vocab_size)
 
 
 def _convert(name: str, value: Any, to: type[Struct]) -> tuple[dict[str, Any], Struct]:
@@ -217,20 +221,38 @@ def _repeat_cost(low: int, high: int, pattern: Any) -> tuple[int, int]:
     return steps, ways
 
 
-def _check_grammars(params: SamplingParams) -> None:
-    """What is well-formed here may still fail to compile, which the host reports of that request alone."""
+def _check_grammars(params: SamplingParams, vocab_size: int) -> None:
+    """What is well-formed here may still fail to compile, which the host reports of that request alone.
+
+    xgrammar looks token ids up unchecked, and reads past the end of a pattern with a NUL.
+    """
     names = ("regex", "ebnf", "json_schema", "structural_tag")
     given = {name: text for name in names if (text := getattr(params, name)) is not None}
     if len(given) > 1:  # the host would take one of them, and take a tool or response_format for a structural_tag
         raise ValueError(f"{' and '.join(given)} (of tools or response_format too) exclude each other: keep one.")
     for name, text in given.items():
         _require(text != "", name, text, "a grammar; leave it out for none")
+        _require("\0" not in text and not NUL_IN_JSON.search(text), name, text, "text without a NUL character")
+        if name == "ebnf" and _EBNF_TOKEN.search(text):
+            for number in re.findall("[0-9]+", text):
+                _check_int("a number in an ebnf with tokens", int(number), 0, vocab_size - 1)
         if name in ("json_schema", "structural_tag"):
             try:
                 value = json.loads(text)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{name}={_shown(text)} is not JSON: {error}.") from None
             check_depth(name, value)
+            if name == "structural_tag":
+                _check_tag_tokens(value, vocab_size)
+
+
+def _check_tag_tokens(tag: Any, vocab_size: int) -> None:
+    """Token ids, wherever a structural tag may have one; tokens may also be spelled out."""
+    for entry in (entry for level in _levels(tag) for entry in level if isinstance(entry, dict)):
+        for key in _TAG_TOKENS & entry.keys():
+            for token in entry[key] if isinstance(entry[key], list) else [entry[key]]:
+                if isinstance(token, (int, float)):
+                    _check_int(key, token, 0, vocab_size - 1)
 
 
 def check_depth(name: str, value: Any) -> None:
@@ -246,12 +268,15 @@ def check_depth(name: str, value: Any) -> None:
 
 
 def _depth(value: Any) -> int:
-    """Levels of objects and arrays, without recursion."""
-    depth, level = 0, [value]
+    return sum(1 for _ in _levels(value))
+
+
+def _levels(value: Any) -> Iterator[list[dict[str, Any] | list[Any]]]:
+    """Objects and arrays by their depth, without recursion."""
+    level = [value]
     while level := [entry for entry in level if isinstance(entry, (dict, list))]:
-        depth += 1
+        yield level
         level = [child for entry in level for child in (entry.values() if isinstance(entry, dict) else entry)]
-    return depth
 
 
 def _check_token_ids_logprob(request: GenerateReqInput, num_prompts: int | None, vocab_size: int) -> None:

@@ -31,6 +31,8 @@ def install_scheduler() -> None:
     HookRegistry.register(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_finished_req", _release, HookType.AROUND
     )
+    token_ids = "sglang.srt.layers.logprob_processor.get_token_ids_logprobs"
+    HookRegistry.register(token_ids, _token_ids_logprobs, HookType.AROUND)
     penalties = "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties"
     HookRegistry.register(penalties, apply_scaling_penalties, HookType.REPLACE)
     HookRegistry.apply_hooks()
@@ -81,6 +83,16 @@ def _relay(original: Callable[..., None], scheduler: Any, future_indices: Any, b
         batch_result.next_token_ids = token_ids.clamp(min=0)
     original(scheduler, future_indices, batch_result)
     batch_result.next_token_ids = token_ids
+
+
+def _token_ids_logprobs(
+    original: Callable[..., Any], logprobs: torch.Tensor, asked: Any, no_copy_to_cpu: bool = False
+) -> tuple[list[Any], list[Any]]:
+    """The host makes lists of the rows' tensors later, and has none for a row that asks for no token ids."""
+    values, ids = original(logprobs, asked, no_copy_to_cpu)
+    if no_copy_to_cpu:
+        values = [logprobs.new_empty(0) if isinstance(value, list) else value for value in values]
+    return values, ids
 
 
 def _release(original: Callable[..., None], tree: Any, req: Any, *args: Any, **kwargs: Any) -> None:

@@ -165,9 +165,11 @@ SEAMS: tuple[Seam, ...] = (
             "sglang.srt.managers.scheduler.Scheduler._relay_forward_payload",
             "sglang.srt.managers.schedule_batch.Req.update_finish_state",
             "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_finished_req",
+            "sglang.srt.layers.logprob_processor.get_token_ids_logprobs",
             "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties",
         ),
         why="the host dies of a row of NaN, or of one that a grammar leaves empty, and caches prompts before it looks; "
+        "it dies of log-probs of token ids beside a request that asks for none; "
         "its first repetition penalty waits half a minute for a compiler",
         until="a check of logits per request",
         scope="scheduler",

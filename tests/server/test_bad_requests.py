@@ -301,6 +301,18 @@ def test_control_text_in_a_chat_is_only_text(server: ServerProcess, tokenizer: C
     assert reply["usage"]["prompt_tokens"] == len(encode_conversation(messages, tokenizer, tools=tools))
 
 
+def test_log_probs_of_token_ids_beside_requests_that_ask_for_none(server: ServerProcess) -> None:
+    """All are good; the first is still prefilled when the others are taken together."""
+    asking, plain = body(return_logprob=True, token_ids_logprob=[5, 6]), body()
+    alone = server.post_json("/generate", asking)["meta_info"]["output_token_ids_logprobs"]
+    assert [[token for _, token, _ in row] for row in alone] == [[5, 6]] * 3
+    with ThreadPoolExecutor(12) as pool:
+        answers = [*pool.map(lambda sent: server.post_json("/generate", sent), [plain, asking] * 6)]
+    for answer in answers[1::2]:
+        for row, expected in zip(answer["meta_info"]["output_token_ids_logprobs"], alone, strict=True):
+            assert [value for value, _, _ in row] == pytest.approx([value for value, _, _ in expected], abs=1e-3)
+
+
 def test_counting_tokens_works(server: ServerProcess) -> None:
     counted = server.post_json("/tokenize", {"model": "k3", "prompt": "Hi"})
     assert counted["count"] == len(counted["tokens"]) == 2 and counted["max_model_len"] == 8192

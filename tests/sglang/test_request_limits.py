@@ -28,6 +28,13 @@ def check_sampling(**params: Any) -> None:
     check(sampling_params=params)
 
 
+def test_what_only_looks_like_a_bad_grammar_is_let_through() -> None:
+    check_sampling(structural_tag='{"format": {"type": "token", "token": 99}, "tokens": ["<|sep|>"], "a": 5000}')
+    check_sampling(ebnf='root ::= "a" {1, 500}')
+    check_sampling(ebnf="root ::= Token(1, 99)")
+    check_sampling(json_schema='{"type": "string", "pattern": "\\\\u0000"}')
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -112,6 +119,12 @@ def test_a_request_is_refused_with_what_is_wrong(fields: dict[str, Any], says: s
         ({"json_schema": "[" * 129 + "]" * 129}, "129 levels"),
         ({"structural_tag": '{"a":' * 200 + "1" + "}" * 200}, "200 levels"),
         ({"structural_tag": ""}, "leave it out"),
+        ({"structural_tag": '{"format": {"type": "token", "token": 100}}'}, "token=100"),
+        ({"structural_tag": '{"a": [{"exclude_tokens": ["x", 1, 5e9]}]}'}, "exclude_tokens=5000000000"),
+        ({"structural_tag": '{"a": {"type": "regex", "pattern": "\\u0000"}}'}, "NUL"),
+        ({"ebnf": "root ::= Token(1, 100)"}, "100"),
+        ({"regex": "\0+"}, "NUL"),
+        ({"json_schema": '{"type": "string", "pattern": "a\\u0000"}'}, "NUL"),
         ({"structural_tag": "{}", "regex": "a"}, "regex and structural_tag"),
         ({"custom_params": {"a": {"b": {"c": 1}}}}, "custom_params"),
     ],

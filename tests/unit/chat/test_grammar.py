@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
 
-from sglang_k3.chat import grammar
+from sglang_k3.chat import grammar, schema_alternatives
 from sglang_k3.testing.tokenizer import build_tokenizer
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -326,6 +327,28 @@ def test_a_document_that_cannot_be_held_to_its_schema_is_refused(schema: dict[st
         grammar.json_turn(schema, thinking=True)
     with pytest.raises(ValueError, match=says):
         grammar.tools_turn([WEATHER], thinking=True, at_least_one=False, parallel=True, response=schema)
+
+
+def test_a_reference_is_followed_once() -> None:
+    """Each level names the next one twice: to follow all would take 2^40 steps."""
+    names = [f"d{n}" for n in range(40)]
+    defs: dict[str, Any] = {a: {"allOf": [{"$ref": f"#/$defs/{b}"}] * 2} for a, b in itertools.pairwise(names)}
+    schema = {"$defs": defs | {names[-1]: {"type": "object"}}, "$ref": "#/$defs/d0"}
+    assert schema_alternatives.alternatives(schema, schema) == [{"type": "object"}]
+
+
+def test_what_would_end_the_process_is_refused() -> None:
+    chain = {f"d{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(5000)}
+    for schema, says in (
+        ({"$defs": chain, "$ref": "#/$defs/d0"}, "references"),
+        ({"type": "string", "pattern": "\0"}, "NUL"),
+        ({"patternProperties": {"a\0": {}}}, "NUL"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            grammar.json_turn(schema, thinking=True)
+    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "array", "items": {"pattern": "\0"}}}}}
+    with pytest.raises(ValueError, match="NUL"):
+        grammar.tools_turn([tool], thinking=True, at_least_one=True, parallel=True)
 
 
 def test_names_and_values_are_no_keywords() -> None:
