@@ -68,8 +68,7 @@ def main() -> None:
             cases = importlib.import_module(f"{OPS[op]}.cases")
             inputs = as_the_host_wants_them(op, cases.make_inputs(case, "cuda"))
             outputs = [output(impl, inputs) for impl in impls]  # of one state: a timed call leaves it changed
-            mean_square = outputs[0].square().mean()
-            errors = [((o - outputs[0]).square().mean() / mean_square).sqrt().item() for o in outputs]
+            errors = [rms_error(o, outputs[0]) for o in outputs]
             del outputs
             for impl, error in zip(impls, errors, strict=True):
                 name = f"{op}/{size}-{heads}-heads/{impl.name}"
@@ -81,6 +80,10 @@ def main() -> None:
             if args.size in f"decode-{batch}":
                 for who, *figures in times_with_gates(batch, heads):
                     report(f"kda_gate+decode/decode-{batch}-{heads}-heads/{who}", *figures)
+
+
+def rms_error(o: Tensor, ours: Tensor) -> float:
+    return ((o - ours).square().mean() / ours.square().mean()).sqrt().item()
 
 
 def check_error(name: str, error: float) -> None:
@@ -121,7 +124,7 @@ def error_of_the_host(
     ours = decode(mixed_qkv, g, b.float().sigmoid(), ssm_states=pool, cache_indices=cache_indices).float()
     pool.copy_(ssm_states)
     host = host_gates_and_decode(mixed_qkv, a, b, A_log, dt_bias, pool, cache_indices).float()
-    return ((host - ours).square().mean() / ours.square().mean()).sqrt().item()
+    return rms_error(host, ours)
 
 
 def gates_and_decode(

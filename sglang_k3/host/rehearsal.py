@@ -43,7 +43,7 @@ def rehearse(runner: ModelRunner, decode_sizes: Iterable[int], *, has_k3_cache: 
     with torch.no_grad():
         for tracks in in_extend:  # first, as their kernels take longest to compile
             for size, length, prefix in _extends(runner, longest):
-                _forward(runner, _extend(runner, size, length, prefix, tracks), size * length)
+                _forward(runner, _extend(runner, [length] * size, [prefix] * size, tracks), size * length)
         for size in decode_sizes:
             _forward(runner, _decode(runner, size, in_decode), size)
         if has_k3_cache:
@@ -87,17 +87,17 @@ def _decode(runner: ModelRunner, size: int, tracks: bool) -> SimpleNamespace:
     return _batch(runner, ForwardMode.DECODE, size, size, tracks)
 
 
-def _extend(runner: ModelRunner, size: int, length: int, prefix: int, tracks: bool) -> SimpleNamespace:
-    lens = torch.full((size,), length, dtype=torch.int32, device=runner.device)
+def _extend(runner: ModelRunner, lengths: list[int], prefixes: list[int], tracks: bool) -> SimpleNamespace:
+    """Prompts by the tokens that are computed and those that come from the cache."""
     return _batch(
         runner,
         ForwardMode.EXTEND,
-        size,
-        size * length,
+        len(lengths),
+        sum(lengths),
         tracks,
-        extend_seq_lens=lens,
-        extend_prefix_lens=torch.full_like(lens, prefix),
-        extend_prefix_lens_cpu=[prefix] * size,
+        extend_seq_lens=torch.tensor(lengths, dtype=torch.int32, device=runner.device),
+        extend_prefix_lens=torch.tensor(prefixes, dtype=torch.int32, device=runner.device),
+        extend_prefix_lens_cpu=prefixes,
     )
 
 

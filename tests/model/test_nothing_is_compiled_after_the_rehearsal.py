@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 SCRIPT = r"""
-import contextlib, dataclasses, json, random, sys
+import dataclasses, json, random, sys
 from types import SimpleNamespace
 
 import torch
@@ -65,16 +65,7 @@ with slice_model.one_process():
             lens = [rng.choice((1, 2, 16, 64, 128, rng.randrange(1, 300), rng.randrange(1, 1500))) for _ in range(size)]
             cached = [rng.choice((0, 0, 64, 2048, 64 * rng.randrange(99), rng.randrange(3000))) for _ in range(size)]
             known = len(jobs)
-            batch = rehearsal._batch(
-                runner,
-                rehearsal.ForwardMode.EXTEND,
-                size,
-                sum(lens),
-                rng.random() < 0.5,
-                extend_seq_lens=torch.tensor(lens, dtype=torch.int32),
-                extend_prefix_lens=torch.tensor(cached, dtype=torch.int32),
-                extend_prefix_lens_cpu=cached,
-            )
+            batch = rehearsal._extend(runner, lens, cached, rng.random() < 0.5)
             with torch.no_grad():
                 rehearsal._forward(runner, batch, sum(lens))
             for job in map(json.loads, jobs[known:]):
