@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from sglang_k3.errors import ConfigError
+
 VARIABLES = ("K3PLUGIN_KERNELS",)
 KERNEL_MODES = ("auto", "triton", "reference")
 
@@ -13,11 +15,11 @@ def kernel_mode() -> str:
     """Which implementation of each op may run: ``auto`` (the default), ``triton`` or ``reference``.
 
     Raises:
-        ValueError: ``K3PLUGIN_KERNELS`` holds anything else.
+        ConfigError: ``K3PLUGIN_KERNELS`` holds anything else.
     """
     value = os.environ.get("K3PLUGIN_KERNELS", "auto")
     if value not in KERNEL_MODES:
-        raise ValueError(
+        raise ConfigError(
             f"K3PLUGIN_KERNELS={value!r} is not one of {', '.join(KERNEL_MODES)}. Set one of these or unset it."
         )
     return value

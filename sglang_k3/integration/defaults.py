@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.utils import get_device
 
 from sglang_k3.config import MXFP4_GROUP_SIZE, K3Config, with_overrides
+from sglang_k3.env import kernel_mode
 from sglang_k3.errors import ConfigError
 from sglang_k3.integration.graphs import set_graph_defaults
 from sglang_k3.integration.names import resolve
 from sglang_k3.integration.refusals import ATTENTION_BACKEND, PARSER, PREFIX_CACHE, refuse_unsupported
+from sglang_k3.kernels.triton_support import NEEDED, too_old
 from sglang_k3.mem.limits import SLOTS_PER_REQUEST
 from sglang_k3.planner import STATES_PER_REQUEST, Ranks, plan_memory
 from sglang_k3.weights.audit import audit_folder, read_config
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
 
 STATE_CHUNK = 64  # tokens between the depths at which the host keeps a state in prefill
 TRACK_INTERVAL = 256  # the least number of tokens between two states of one answer
-LEAST_TOKENS = 8  # of a pool: the host takes prompts that are at least seven shorter
+LEAST_TOKENS = 64  # of a context or a pool: the host's own first request has 36 with the tiny model's tokenizer
 CPU_RUNNING_REQUESTS = 16
 CPU_STATE_BYTES = 1 << 30
 CPU_KV_BYTES = 512 << 20
@@ -46,8 +50,9 @@ def prepare_model(args: K3ServerArgs) -> None:
         args.served_model_name = args.served_model_name or args.model_path
         args.model_path = source.path
         args.revision = args.revision or source.revision
+    overrides = _overrides(args)
     if Path(args.model_path).is_dir():
-        audit_folder(Path(args.model_path), _overrides(args))
+        audit_folder(Path(args.model_path), overrides)
 
 
 def fill_defaults(args: K3ServerArgs) -> None:
@@ -60,6 +65,7 @@ def fill_defaults(args: K3ServerArgs) -> None:
     _check_data_parallel(args)
     if args.device is None:
         args.device = _device_of_this_machine()
+    refuse_old_gpus(args)
     on_cpu = args.device == "cpu"
     args.attention_backend = ATTENTION_BACKEND
     args.reasoning_parser = args.tool_call_parser = PARSER
@@ -74,7 +80,7 @@ def fill_defaults(args: K3ServerArgs) -> None:
     if args.enable_multimodal is None:
         args.enable_multimodal = False
     # One tensor of host memory at a time: the host's threaded reader holds several shards.
-    extra = json.loads(args.model_loader_extra_config)
+    extra = _json_object(args, "model_loader_extra_config")
     if not {"enable_multithread_load", "num_threads"} & extra.keys():
         args.model_loader_extra_config = json.dumps({**extra, "enable_multithread_load": False})
     if args.sampling_backend is None:
@@ -94,6 +100,43 @@ def fill_defaults(args: K3ServerArgs) -> None:
         check_stages(config.num_hidden_layers, args.pp_size)
         if on_cpu:
             _size_cpu_pools(args, config)
+
+
+def refuse_old_gpus(args: K3ServerArgs) -> None:
+    """On such a GPU every op would run by its reference, which is for a bisection, not for service.
+
+    Raises:
+        ConfigError: a GPU that a rank of this machine would take has no kernels.
+    """
+    if kernel_mode() == "reference" or args.device != "cuda":
+        return
+    ranks = args.tp_size * args.pp_size // args.nnodes
+    for gpu in range(args.base_gpu_id, torch.cuda.device_count(), args.gpu_id_step)[:ranks]:
+        found = too_old(gpu)
+        if found:
+            raise ConfigError(
+                f"GPU {gpu} is {found}, and K3's kernels need {NEEDED}. Use a newer GPU, --device cpu, or "
+                "K3PLUGIN_KERNELS=reference for a slow run by the plain PyTorch references."
+            )
+
+
+def check_resolved(args: K3ServerArgs) -> None:
+    """What the host has filled in by now where the user left it open.
+
+    Raises:
+        ConfigError: a prompt's chunk has no whole pages, or its step leaves no memory to the weights.
+    """
+    chunk, page = args.chunked_prefill_size, args.page_size
+    if chunk > 0 and chunk % page:
+        raise ConfigError(
+            f"--chunked-prefill-size {chunk} is not a multiple of --page-size {page}: use {_round_up(chunk, page)}."
+        )
+    if args.mem_fraction_static <= 0:  # what the user gave has been checked, so it is the host's own
+        tokens = chunk if chunk > 0 else args.max_prefill_tokens
+        raise ConfigError(
+            f"A step of {tokens} tokens leaves no memory for the weights. Use --chunked-prefill-size "
+            f"{CPU_CHUNKED_PREFILL_TOKENS} and a --page-size that divides it, or give --mem-fraction-static."
+        )
 
 
 def refuse_what_does_not_fit(args: K3ServerArgs, config: K3Config, device_bytes: float | None) -> None:
@@ -118,6 +161,8 @@ def refuse_what_does_not_fit(args: K3ServerArgs, config: K3Config, device_bytes:
     room = device_bytes * (args.mem_fraction_static or 1.0)
     if plan.total > room:
         least = -(-args.tp_size * args.pp_size * plan.weights // max(1, int(room) - plan.total + plan.weights))
+        heads = math.gcd(config.kda.num_heads, config.mla.num_heads)
+        least = next((ranks for ranks in range(least, heads + 1) if heads % ranks == 0), least)
         remedy = (
             f"Spread it over {least} GPUs or more with --tp-size and --pp-size"
             if plan.total - plan.weights < room
@@ -191,8 +236,19 @@ def check_stages(num_layers: int, pp_size: int) -> None:
 
 
 def _overrides(args: K3ServerArgs) -> dict[str, Any]:
-    overrides: dict[str, Any] = json.loads(args.json_model_override_args)
-    return overrides
+    return _json_object(args, "json_model_override_args")
+
+
+def _json_object(args: K3ServerArgs, field: str) -> dict[str, Any]:
+    text, why = getattr(args, field), ""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        value, why = None, f" ({error})"
+    if not isinstance(value, dict):
+        flag = f"--{field.replace('_', '-')} {text}"
+        raise ConfigError(f"{flag} is not a JSON object{why}. Quote it for the shell, as '{{\"key\": 1}}'.")
+    return value
 
 
 def _device_of_this_machine() -> str:
@@ -222,11 +278,6 @@ def _fit_grid(args: K3ServerArgs) -> None:
     if page < 1 or max(page, STATE_CHUNK) % min(page, STATE_CHUNK):
         raise ConfigError(
             f"--page-size {page} must divide {STATE_CHUNK} or be a multiple of it: states are kept at pages."
-        )
-    if args.chunked_prefill_size is not None and args.chunked_prefill_size > 0 and args.chunked_prefill_size % page:
-        raise ConfigError(
-            f"--chunked-prefill-size {args.chunked_prefill_size} is not a multiple of --page-size {page}: "
-            f"use {_round_up(args.chunked_prefill_size, page)}."
         )
     grid = max(page, STATE_CHUNK)
     if args.mamba_track_interval == _default(args, "mamba_track_interval"):
@@ -287,11 +338,12 @@ def _refuse_empty_pools(args: K3ServerArgs) -> None:
     """Data-parallel ranks share requests and states evenly, and tokens come in whole pages.
 
     Raises:
-        ConfigError: a pool would be empty on a rank; names the flag and the least that works.
+        ConfigError: a pool would be empty on a rank, or hold no prompt; names the flag and the least that works.
     """
     least = {
+        "context_length": LEAST_TOKENS,
         "max_running_requests": args.dp_size,
-        "max_total_tokens": max(LEAST_TOKENS, args.page_size),
+        "max_total_tokens": _least_pool(args.page_size),
         "max_mamba_cache_size": args.dp_size * _least_states(args),
     }
     for field, number in least.items():
@@ -302,6 +354,11 @@ def _refuse_empty_pools(args: K3ServerArgs) -> None:
                 f"--{field.replace('_', '-')} {asked} leaves no room for a request{ranks}. Ask for {number} at least, "
                 "or leave the flag out."
             )
+
+
+def _least_pool(page: int) -> int:
+    """Tokens of a pool that answers: the host admits a request where two pages are left beside it."""
+    return _round_up(LEAST_TOKENS, page) + 2 * page
 
 
 def _least_states(args: K3ServerArgs) -> int:
@@ -359,6 +416,6 @@ def _size_cpu_pools(args: K3ServerArgs, config: K3Config) -> None:
     if args.max_total_tokens is None:
         row_bytes = 4 * len(config.full_attention_layers) * mla.latent_dim
         wanted = args.max_running_requests * config.max_position_embeddings
-        args.max_total_tokens = max(1, min(wanted, CPU_KV_BYTES // row_bytes))
+        args.max_total_tokens = max(_least_pool(args.page_size), min(wanted, CPU_KV_BYTES // row_bytes))
     if args.chunked_prefill_size is None:
         args.chunked_prefill_size = _round_up(CPU_CHUNKED_PREFILL_TOKENS, args.page_size)

@@ -40,11 +40,31 @@ def _only(*values: Any) -> Callable[[Any], bool]:
 
 _UNSET = _only(None, False, 0, "", "null", "none")
 _ONE = _only(1)
+
+
+def _at_least(least: int) -> Callable[[Any], bool]:
+    return lambda value: value >= least
+
+
 _OWN_BACKEND = "K3's MLA has no positions and an output gate, and only this package's own backend computes it"
 _KERNELS = "K3's KDA runs on this package's own kernels, which this option would not reach"
 _PLUGINS = "the host starts these processes without loading plugins, so that they do not know K3"
 
 REFUSALS: tuple[Refusal, ...] = (
+    *(
+        Refusal(field, _at_least(1), "ranks, nodes and steps between GPUs are counted from one", "Give 1 or more.")
+        for field in ("tp_size", "pp_size", "ep_size", "dp_size", "nnodes", "gpu_id_step")
+    ),
+    *(
+        Refusal(field, _at_least(0), "nodes and GPUs are numbered from zero", "Give 0 or more.")
+        for field in ("base_gpu_id", "node_rank")
+    ),
+    Refusal(
+        "mem_fraction_static",
+        lambda value: value is None or 0 < value <= 1,
+        "it is the part of the memory that weights and pools take",
+        "Give a number between 0 and 1, or leave it out.",
+    ),
     *(
         Refusal(
             field, _only(None, ATTENTION_BACKEND), _OWN_BACKEND, f"Leave the flag out; {ATTENTION_BACKEND} is used."
@@ -72,6 +92,12 @@ REFUSALS: tuple[Refusal, ...] = (
         for field in ("reasoning_parser", "tool_call_parser")
     ),
     Refusal("chat_template", _UNSET, "K3's conversation format is tokenised segment by segment, not by a template"),
+    Refusal(
+        "grammar_backend",
+        _only(None, "xgrammar", "none"),
+        "a constraint of K3 names control tokens, which the other backends cannot",
+        "Use xgrammar, or none on a server that constrains no answers.",
+    ),
     Refusal("enable_mixed_chunk", _UNSET, "the host loses the state snapshots of mixed batches"),
     Refusal("speculative_algorithm", _UNSET, "the recurrent state is not rolled back after a rejected draft yet"),
     Refusal("dcp_size", _ONE, "decode context parallelism is not implemented yet"),

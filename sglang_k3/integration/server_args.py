@@ -13,7 +13,12 @@ from sglang.srt.utils import get_device_memory_capacity
 from sglang_k3.config import ARCHITECTURE
 from sglang_k3.errors import ConfigError
 from sglang_k3.integration import environment
-from sglang_k3.integration.defaults import fill_defaults, prepare_model, refuse_what_does_not_fit
+from sglang_k3.integration.defaults import (
+    check_resolved,
+    fill_defaults,
+    prepare_model,
+    refuse_what_does_not_fit,
+)
 from sglang_k3.integration.graphs import largest_asked
 from sglang_k3.integration.names import is_k3
 from sglang_k3.integration.refusals import PREFIX_CACHE
@@ -65,6 +70,7 @@ class K3ServerArgs(ServerArgs):
         self.asked_graph_batch = largest_asked(self)
         fill_defaults(self)
         super().__post_init__()
+        check_resolved(self)
         memory = get_device_memory_capacity(self.device)
         device_bytes = None if memory is None else memory * 2**20
         refuse_what_does_not_fit(self, self.get_model_config().hf_config.k3, device_bytes)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_k3.config import K3Config
 from sglang_k3.errors import K3Error
-from sglang_k3.integration.defaults import CPU_KV_BYTES, refuse_what_does_not_fit
+from sglang_k3.integration.defaults import CPU_KV_BYTES, refuse_old_gpus, refuse_what_does_not_fit
 from sglang_k3.integration.graphs import set_graph_defaults
 from sglang_k3.integration.refusals import REFUSALS
 from sglang_k3.testing.presets import K3_SIZES, PRESETS, published_config
@@ -165,14 +165,29 @@ def test_a_misspelt_name_is_refused() -> None:
             "--max-running-requests 1 leaves no room .*Ask for 2 at least",
         ),
         ({"max_running_requests": 0}, "--max-running-requests 0 leaves no room .*Ask for 1 at least, or leave"),
-        ({"max_total_tokens": 7}, "--max-total-tokens 7 leaves no room .*Ask for 8 at least"),
+        ({"max_total_tokens": 65}, "--max-total-tokens 65 leaves no room .*Ask for 66 at least"),
         ({"max_mamba_cache_size": 0, "disable_radix_cache": True}, "--max-mamba-cache-size 0 .*Ask for 1 at least"),
         pytest.param(
             {"max_mamba_cache_size": 4, "mamba_radix_cache_strategy": "extra_buffer"},
             "--max-mamba-cache-size 4 leaves no room .*Ask for 5 at least",
             marks=pytest.mark.refuses("host"),
         ),
-        ({"max_total_tokens": 63, "page_size": 64}, "--max-total-tokens 63 leaves no room .*Ask for 64 at least"),
+        ({"max_total_tokens": 128, "page_size": 64}, "--max-total-tokens 128 leaves no room .*Ask for 192 at least"),
+        ({"context_length": 1}, "--context-length 1 leaves no room for a request. Ask for 64 at least, or leave the"),
+        *(
+            ({field: number}, f"--{field.replace('_', '-')} {number} .*counted from one. Give 1 or more")
+            for field in ("tp_size", "pp_size", "ep_size", "dp_size", "nnodes", "gpu_id_step")
+            for number in (0, -1)
+        ),
+        ({"base_gpu_id": -1}, "--base-gpu-id -1 .*numbered from zero. Give 0 or more"),
+        ({"mem_fraction_static": 1.5}, "--mem-fraction-static 1.5 .*Give a number between 0 and 1, or leave it out"),
+        *(
+            ({field: text}, rf"--{field.replace('_', '-')} .* is not a JSON object.*Quote it for the shell, as '{{")
+            for field in ("json_model_override_args", "model_loader_extra_config")
+            for text in ("{key: 1}", "[1]", "")
+        ),
+        ({"grammar_backend": "llguidance"}, "--grammar-backend llguidance .*Use xgrammar, or none on a server"),
+        ({"grammar_backend": "outlines"}, "--grammar-backend outlines does not work with K3"),
         (
             {"radix_cache_backend": "flexkv"},
             "--radix-cache-backend flexkv does not work.*Use k3, or leave",
@@ -235,6 +250,48 @@ def test_tied_embeddings_are_a_head_that_each_rank_has_whole(checkpoint: Path) -
     start(checkpoint, device="cpu", json_model_override_args=tied, enable_dp_lm_head=True, **ranks)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [
+        ({"page_size": MILLION}, MILLION),
+        ({"chunked_prefill_size": MILLION}, MILLION),
+        ({"chunked_prefill_size": -1}, 16384),
+    ],
+)
+def test_a_step_that_takes_all_memory_is_refused(
+    checkpoint: Path, arguments: dict[str, object], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang.srt.server_args.get_device_memory_capacity", lambda device: 16 * 1024)
+    with pytest.raises(
+        K3Error, match=f"A step of {tokens} tokens leaves no memory .*Use --chunked-prefill-size 2048 and"
+    ):
+        start(checkpoint, device="cpu", **arguments)
+    start(checkpoint, device="cpu")
+
+
+def test_a_gpu_without_kernels_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = [(9, 0), (7, 5), (9, 0)]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(capabilities))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu: capabilities[gpu])
+    refusal = "GPU 1 is sm_75, and K3's kernels need sm_80 or newer. Use a newer GPU, --device cpu, or K3PLUGIN_KERNELS"
+    spread: dict[str, int] = {"tp_size": 1, "pp_size": 1, "nnodes": 1, "base_gpu_id": 0, "gpu_id_step": 1}
+    with pytest.raises(K3Error, match=refusal):
+        start(checkpoint, device="cuda", pp_size=2)
+    for taken in ({"tp_size": 2}, {"base_gpu_id": 1}, {"tp_size": 4, "nnodes": 2}):
+        with pytest.raises(K3Error, match=refusal):
+            refuse_old_gpus(SimpleNamespace(device="cuda", **{**spread, **taken}))
+    for taken in ({}, {"base_gpu_id": 2}, {"tp_size": 2, "gpu_id_step": 2}):
+        refuse_old_gpus(SimpleNamespace(device="cuda", **{**spread, **taken}))
+    monkeypatch.setenv("K3PLUGIN_KERNELS", "reference")
+    refuse_old_gpus(SimpleNamespace(device="cuda", **{**spread, "tp_size": 2}))
+
+
+def test_an_unknown_kind_of_kernels_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("K3PLUGIN_KERNELS", "fast")
+    with pytest.raises(K3Error, match="K3PLUGIN_KERNELS='fast' is not one of auto, triton, reference"):
+        start(checkpoint, device="cpu")
+
+
 def graph_arguments(**given: object) -> SimpleNamespace:
     fields = dict.fromkeys(("cuda_graph_backend_decode", "cuda_graph_max_bs_decode", "cuda_graph_bs_decode"))
     return SimpleNamespace(**{**fields, "max_running_requests": None, "dp_size": 1, **given})
@@ -285,7 +342,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
     assert sum(parts) == pytest.approx(total, abs=0.2) and 135.7 < total < 250
     refuse_what_does_not_fit(args, config, None)  # nobody knows
     args.tp_size = 32
-    assert gpus <= 32
+    assert gpus <= 32 and 96 % gpus == 0, "a number over which the heads can be split"
     refuse_what_does_not_fit(args, config, h200)
     args.max_total_tokens = 10**9
     with pytest.raises(K3Error, match="Ask for fewer with --max-mamba-cache-size and --max-total-tokens"):
