@@ -48,6 +48,7 @@ def rehearse(runner: ModelRunner, decode_sizes: Iterable[int], *, has_k3_cache: 
             _forward(runner, _decode(runner, size, in_decode), size)
         if has_k3_cache:
             _copy_nothing(runner)
+        _hand_out_nothing(runner)
 
 
 def _extends(runner: ModelRunner, longest: int) -> Iterator[tuple[int, int, int]]:
@@ -68,6 +69,25 @@ def _copy_nothing(runner: ModelRunner) -> None:
     nowhere = torch.full((2,), -1, dtype=torch.int64, device=runner.device)
     for states in (*pool.conv, pool.temporal):
         state_copy(states, src_indices=nowhere, dst_indices=nowhere)
+
+
+def _hand_out_nothing(runner: ModelRunner) -> None:
+    """The host's own kernels that find places for tokens, which differ by the power of two of requests.
+
+    Each request gets the second place of a page that it has, so that all free pages stay so. These are not held back:
+    they are compiled here and now, beside ours.
+    """
+    allocator, most = runner.token_to_kv_pool_allocator, runner.req_to_token_pool.size
+    page = allocator.page_size
+    if page == 1:  # without a kernel
+        return
+    for size in sorted({min(1 << n, most) for n in range(most.bit_length() + 1)}):
+        cached = torch.ones(size, dtype=torch.int64)
+        lens = cached + 1
+        last = page * torch.arange(size, device=runner.device)
+        on_device = (cached.to(runner.device), lens.to(runner.device))
+        allocator.alloc_extend(on_device[0], cached, on_device[1], lens, last, size)
+        allocator.alloc_decode(on_device[1], lens, last.int())  # of the dtypes that the host's steps have
 
 
 def _forward(runner: ModelRunner, batch: SimpleNamespace, num_tokens: int) -> None:

@@ -50,6 +50,7 @@ with slice_model.one_process():
         dtype=torch.bfloat16,
         attn_backend=pools.backend,
         req_to_token_pool=SimpleNamespace(size=64, mamba_pool=pools.req_to_token_pool.mamba_pool),
+        token_to_kv_pool_allocator=SimpleNamespace(page_size=1),
         model=SimpleNamespace(model=unit.model.model),
         model_config=SimpleNamespace(context_len=32768),
         server_args=SimpleNamespace(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.mem_cache.allocator import paged
 
 from sglang_k3.host import rehearsal
 from tests.kit.compare import assert_bitwise
@@ -36,6 +38,7 @@ class Rehearsing:
             model=tiny.build(),
             attn_backend=backend,
             req_to_token_pool=pool,
+            token_to_kv_pool_allocator=SimpleNamespace(page_size=1),
             model_config=SimpleNamespace(context_len=256),
             server_args=SimpleNamespace(chunked_prefill_size=100, dp_size=1, enable_mamba_extra_buffer=lambda: tracks),
         )
@@ -82,3 +85,31 @@ def test_the_copies_of_k3_s_cache_are_rehearsed(monkeypatch: pytest.MonkeyPatch)
     rehearsing = Rehearsing(tracks=False)
     rehearsal.rehearse(rehearsing.runner, [2], has_k3_cache=True)
     assert copied == [rehearsing.fake.conv.data_ptr(), rehearsing.fake.temporal.data_ptr()]
+
+
+class Launches:
+    """In place of a Triton kernel: the sizes that it would be compiled for."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: self.sizes.append(args[-2])
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4, 8])])
+def test_the_host_s_kernels_that_find_places_are_compiled_for_any_number_of_requests(
+    most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = {name: Launches() for name in ("alloc_extend_kernel", "alloc_decode_kernel")}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(paged, name, kernel)
+    rehearsing = Rehearsing()
+    runner = rehearsing.runner
+    runner.req_to_token_pool.size = most
+    runner.token_to_kv_pool_allocator = allocator = paged.PagedTokenToKVPoolAllocator(
+        size=2 * 16, page_size=16, dtype=torch.float32, device="cpu", kvcache=None, need_sort=False
+    )
+    rehearsal.rehearse(runner, [1], has_k3_cache=True)
+    assert [kernel.sizes for kernel in kernels.values()] == [sizes, sizes]
+    assert allocator.free_pages.tolist() == [1, 2], "all that were free are free"
