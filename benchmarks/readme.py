@@ -75,13 +75,18 @@ def _metrics(topic: str) -> str:
     figures: dict[str, dict[str, str]] = {}
     for row in load(topic):
         limit = "" if row["baseline"] is None else f" (limit {row['baseline']:g})"
-        figures.setdefault(str(row["case"]), {})[str(row["metric"])] = f"{row['value']:,.5g}{limit}"
+        figures.setdefault(str(row["case"]), {})[str(row["metric"])] = f"{_five_digits(row['value'])}{limit}"
     tables: dict[tuple[str, ...], list[str]] = {}
     for case, by_metric in figures.items():
         metrics = tuple(by_metric)
         head = [f"| | {' | '.join(f'`{metric}`' for metric in metrics)} |", "| --- |" + " --- |" * len(metrics)]
         tables.setdefault(metrics, head).append(f"| {case} | {' | '.join(by_metric.values())} |")
     return "\n\n".join("\n".join(lines) for lines in tables.values()) + "\n"
+
+
+def _five_digits(value: float) -> str:
+    """At most, but for whole numbers of more."""
+    return f"{value:,.0f}" if value >= 1e5 else f"{value:,.5g}"
 
 
 def _slice() -> str:
