@@ -1,7 +1,4 @@
-"""Draw the hit rates of ``results/cache_traces.json`` as ``results/cache_traces.svg``: a panel per trace.
-
-.venv/bin/python benchmarks/cache_plot.py      # readme.py does this, too
-"""
+"""Draw the hit rates of ``results/cache_traces.json`` as an SVG, a panel per trace; ``readme.py`` writes it."""
 
 from __future__ import annotations
 
@@ -88,8 +85,3 @@ def _panel(
             style = f'stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dashes}"'
             parts.append(f'<path d="M{path}" fill="none" {style}/>')
     return parts
-
-
-if __name__ == "__main__":
-    FILE.write_text(svg(), encoding="utf-8")
-    print(FILE)

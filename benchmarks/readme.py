@@ -12,6 +12,7 @@ the cache traces), ``<!-- prometheus -->`` (what the prefix cache adds to ``/met
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 
@@ -158,6 +159,7 @@ def _seams() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     readme = ROOT / "README.md"
     readme.write_text(with_tables(readme.read_text(encoding="utf-8")), encoding="utf-8")
     FILE.write_text(svg(), encoding="utf-8")

@@ -1,7 +1,8 @@
 """Run the model once for each kind of step that a server will see, so that its kernels are known before a request.
 
 Nothing of it matters but which kernels are launched, and for which sizes and types they are compiled: the requests own
-no memory, and the launches are held back (``kernels.compile_farm``). Ranks rehearse together, as they communicate.
+no memory, and launches of this package are held back (``kernels.compile_farm``). Ranks rehearse together, as they
+communicate.
 """
 
 from __future__ import annotations
@@ -72,16 +73,17 @@ def _copy_nothing(runner: ModelRunner) -> None:
 
 
 def _hand_out_nothing(runner: ModelRunner) -> None:
-    """The host's own kernels that find places for tokens, which differ by the power of two of requests.
+    """The host's own kernels that find places in pages, which differ by the power of two of requests.
 
     Each request gets the second place of a page that it has, so that all free pages stay so. These are not held back:
-    they are compiled here and now, beside ours.
+    they are compiled here and now, while other processes compile ours.
     """
     allocator, most = runner.token_to_kv_pool_allocator, runner.req_to_token_pool.size
     page = allocator.page_size
-    if page == 1:  # without a kernel
+    if page == 1:  # places are taken from a list
         return
-    for size in sorted({min(1 << n, most) for n in range(most.bit_length() + 1)}):
+    for n in range((most - 1).bit_length() + 1):
+        size = min(1 << n, most)  # the last stands for the power of two above
         cached = torch.ones(size, dtype=torch.int64)
         lens = cached + 1
         last = page * torch.arange(size, device=runner.device)

@@ -7,6 +7,7 @@ paged as asked is refused here, before a process is started.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
 from pathlib import Path
@@ -22,7 +23,7 @@ from sglang_k3.errors import ConfigError
 from sglang_k3.integration.graphs import set_graph_defaults
 from sglang_k3.integration.names import resolve
 from sglang_k3.integration.refusals import ATTENTION_BACKEND, PARSER, PREFIX_CACHE, refuse_unsupported
-from sglang_k3.kernels.triton_support import NEEDED, too_old
+from sglang_k3.kernels import OPS, OpContext
 from sglang_k3.mem.limits import SLOTS_PER_REQUEST
 from sglang_k3.planner import STATES_PER_REQUEST, Ranks, plan_memory
 from sglang_k3.weights.audit import audit_folder, read_config
@@ -62,10 +63,12 @@ def fill_defaults(args: K3ServerArgs) -> None:
         ConfigError: an option does not work with K3, or not with this model's sizes.
     """
     refuse_unsupported(args)
+    _check_nodes(args)
     _check_data_parallel(args)
     if args.device is None:
         args.device = _device_of_this_machine()
-    refuse_old_gpus(args)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda needs a GPU, and torch finds none. Leave it out, or give --device cpu.")
     on_cpu = args.device == "cpu"
     args.attention_backend = ATTENTION_BACKEND
     args.reasoning_parser = args.tool_call_parser = PARSER
@@ -102,41 +105,66 @@ def fill_defaults(args: K3ServerArgs) -> None:
             _size_cpu_pools(args, config)
 
 
-def refuse_old_gpus(args: K3ServerArgs) -> None:
-    """On such a GPU every op would run by its reference, which is for a bisection, not for service.
+def settle_chunk(args: K3ServerArgs) -> None:
+    """Whole pages in the chunk that the host has chosen, or divided over data-parallel ranks, by now.
 
     Raises:
-        ConfigError: a GPU that a rank of this machine would take has no kernels.
+        ConfigError: what the host sets aside for such steps leaves no memory to the weights.
+    """
+    chunk, page = args.chunked_prefill_size, args.page_size
+    if args.mem_fraction_static <= 0:  # what the user gave has been checked, so it is the host's own
+        tokens = chunk * args.dp_size if chunk > 0 else args.max_prefill_tokens
+        raise ConfigError(
+            f"What SGLang sets aside for steps of {tokens} tokens and their CUDA graphs is more than the memory that "
+            "there is. Give --mem-fraction-static, or less of --chunked-prefill-size, --max-prefill-tokens or "
+            "--cuda-graph-max-bs-decode."
+        )
+    if chunk > 0 and chunk % page:
+        args.chunked_prefill_size = max(page, chunk - chunk % page)
+
+
+def refuse_without_kernels(args: K3ServerArgs, config: K3Config) -> None:
+    """On a GPU an op without a kernel would run by its reference, which is for a bisection, not for service.
+
+    Raises:
+        ConfigError: a GPU of this machine that a rank would take, or the model's head sizes, have no kernel of an op.
     """
     if kernel_mode() == "reference" or args.device != "cuda":
         return
-    ranks = args.tp_size * args.pp_size // args.nnodes
-    for gpu in range(args.base_gpu_id, torch.cuda.device_count(), args.gpu_id_step)[:ranks]:
-        found = too_old(gpu)
-        if found:
-            raise ConfigError(
-                f"GPU {gpu} is {found}, and K3's kernels need {NEEDED}. Use a newer GPU, --device cpu, or "
-                "K3PLUGIN_KERNELS=reference for a slow run by the plain PyTorch references."
-            )
+    kda, mla = config.kda, config.mla
+    of_kda = {"K": kda.head_dim, "V": kda.head_dim}
+    of_mla = {
+        "K": mla.qk_nope_head_dim,
+        "R": mla.qk_rope_head_dim,
+        "V": mla.v_head_dim,
+        "D": mla.latent_dim,
+        "L": mla.kv_lora_rank,
+    }
+    for gpu in _gpus(args):
+        for op, module in OPS.items():
+            context = OpContext(torch.device("cuda", gpu), sizes=of_mla if op.startswith("mla") else of_kda)
+            *kernels, _ = importlib.import_module(module).IMPLS
+            reasons = [kernel.supports(context) for kernel in kernels]
+            if None not in reasons:
+                raise ConfigError(
+                    f"On GPU {gpu} there is no kernel for {op}, which {reasons[-1]}. Use another GPU or model, "
+                    "--device cpu, or K3PLUGIN_KERNELS=reference for a slow run by the plain PyTorch references."
+                )
 
 
-def check_resolved(args: K3ServerArgs) -> None:
-    """What the host has filled in by now where the user left it open.
+def _gpus(args: K3ServerArgs) -> list[int]:
+    """Those of this machine that its ranks take, as the host deals them out; one that is missing fails there."""
+    from sglang.srt.entrypoints.engine import _calculate_rank_ranges  # of the main process alone
 
-    Raises:
-        ConfigError: a prompt's chunk has no whole pages, or its step leaves no memory to the weights.
-    """
-    chunk, page = args.chunked_prefill_size, args.page_size
-    if chunk > 0 and chunk % page:
-        raise ConfigError(
-            f"--chunked-prefill-size {chunk} is not a multiple of --page-size {page}: use {_round_up(chunk, page)}."
-        )
-    if args.mem_fraction_static <= 0:  # what the user gave has been checked, so it is the host's own
-        tokens = chunk if chunk > 0 else args.max_prefill_tokens
-        raise ConfigError(
-            f"A step of {tokens} tokens leaves no memory for the weights. Use --chunked-prefill-size "
-            f"{CPU_CHUNKED_PREFILL_TOKENS} and a --page-size that divides it, or give --mem-fraction-static."
-        )
+    stages, ranks, stages_here, ranks_here = _calculate_rank_ranges(
+        args.nnodes, args.pp_size, args.tp_size, args.node_rank
+    )
+    dealt = {
+        args.base_gpu_id + stage % stages_here * ranks_here + rank % ranks_here * args.gpu_id_step
+        for stage in stages
+        for rank in ranks
+    }
+    return sorted(gpu for gpu in dealt if gpu < torch.cuda.device_count())
 
 
 def refuse_what_does_not_fit(args: K3ServerArgs, config: K3Config, device_bytes: float | None) -> None:
@@ -155,7 +183,7 @@ def refuse_what_does_not_fit(args: K3ServerArgs, config: K3Config, device_bytes:
         "num_states": args.max_mamba_cache_size or _states_per_request(args),
         "num_tokens": args.max_total_tokens or max(args.chunked_prefill_size or 0, 0) or CPU_CHUNKED_PREFILL_TOKENS,
         "itemsize": 4 if args.dtype == "float32" else 2,
-        "state_itemsize": 2 if args.mamba_ssm_dtype == "bfloat16" else 4,
+        "state_itemsize": 2 if args.mamba_ssm_dtype in ("bfloat16", "float16") else 4,
     }
     plan = plan_memory(config, Ranks(args.tp_size, args.dp_size, tuple(stages)), **sizes)
     room = device_bytes * (args.mem_fraction_static or 1.0)
@@ -171,6 +199,20 @@ def refuse_what_does_not_fit(args: K3ServerArgs, config: K3Config, device_bytes:
         raise ConfigError(
             f"The model does not fit: it needs {plan}, but --mem-fraction-static {args.mem_fraction_static} of this "
             f"GPU's {device_bytes / 1e9:.1f} GB is {room / 1e9:.1f}. {remedy}."
+        )
+
+
+def _check_nodes(args: K3ServerArgs) -> None:
+    ranks = args.tp_size * args.pp_size
+    if ranks % args.nnodes:
+        raise ConfigError(
+            f"--nnodes {args.nnodes} must divide the {ranks} ranks of --tp-size {args.tp_size} and --pp-size "
+            f"{args.pp_size}."
+        )
+    if args.node_rank >= args.nnodes:
+        raise ConfigError(
+            f"--node-rank {args.node_rank} is none of --nnodes {args.nnodes}: they are numbered from zero. Give "
+            "--nnodes, or leave out --node-rank."
         )
 
 
@@ -243,7 +285,7 @@ def _json_object(args: K3ServerArgs, field: str) -> dict[str, Any]:
     text, why = getattr(args, field), ""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, TypeError) as error:
         value, why = None, f" ({error})"
     if not isinstance(value, dict):
         flag = f"--{field.replace('_', '-')} {text}"
@@ -279,6 +321,7 @@ def _fit_grid(args: K3ServerArgs) -> None:
         raise ConfigError(
             f"--page-size {page} must divide {STATE_CHUNK} or be a multiple of it: states are kept at pages."
         )
+    _check_chunk(args)
     grid = max(page, STATE_CHUNK)
     if args.mamba_track_interval == _default(args, "mamba_track_interval"):
         args.mamba_track_interval = _round_up(TRACK_INTERVAL, grid)
@@ -299,6 +342,16 @@ def _fit_grid(args: K3ServerArgs) -> None:
             "--mamba-radix-cache-strategy no_buffer needs --disable-overlap-schedule and --page-size 1. "
             "Give both, or leave the strategy out."
         )
+
+
+def _check_chunk(args: K3ServerArgs) -> None:
+    """Each data-parallel rank gets its part of a chunk, in whole pages."""
+    chunk, of = args.chunked_prefill_size, f"--page-size {args.page_size}"
+    if args.dp_size > 1:
+        of += f" on each of {args.dp_size} data-parallel ranks"
+    works = _round_up(chunk or 0, args.page_size * args.dp_size)
+    if chunk is not None and 0 < chunk < works:
+        raise ConfigError(f"--chunked-prefill-size {chunk} is not a multiple of {of}: use {works}.")
 
 
 def _choose_prefix_cache(args: K3ServerArgs) -> None:
@@ -418,4 +471,4 @@ def _size_cpu_pools(args: K3ServerArgs, config: K3Config) -> None:
         wanted = args.max_running_requests * config.max_position_embeddings
         args.max_total_tokens = max(_least_pool(args.page_size), min(wanted, CPU_KV_BYTES // row_bytes))
     if args.chunked_prefill_size is None:
-        args.chunked_prefill_size = _round_up(CPU_CHUNKED_PREFILL_TOKENS, args.page_size)
+        args.chunked_prefill_size = _round_up(CPU_CHUNKED_PREFILL_TOKENS, args.page_size * args.dp_size)

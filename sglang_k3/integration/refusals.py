@@ -1,4 +1,5 @@
-"""Options of the host that do not work with K3 yet: refused at start, each with what to do.
+"""Options of the host that do not work with K3 yet, and values that no server could run with: refused at start, each
+with what to do.
 
 A server that ignored them, or died of them in a child process, would be worse than none (law I10). An entry goes
 when the feature comes, together with its test.
@@ -38,14 +39,12 @@ def _only(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-_UNSET = _only(None, False, 0, "", "null", "none")
-_ONE = _only(1)
-
-
 def _at_least(least: int) -> Callable[[Any], bool]:
     return lambda value: value >= least
 
 
+_UNSET = _only(None, False, 0, "", "null", "none")
+_ONE = _only(1)
 _OWN_BACKEND = "K3's MLA has no positions and an output gate, and only this package's own backend computes it"
 _KERNELS = "K3's KDA runs on this package's own kernels, which this option would not reach"
 _PLUGINS = "the host starts these processes without loading plugins, so that they do not know K3"
@@ -95,7 +94,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "grammar_backend",
         _only(None, "xgrammar", "none"),
-        "a constraint of K3 names control tokens, which the other backends cannot",
+        "a constraint of a chat answer names control tokens, which only xgrammar is given",
         "Use xgrammar, or none on a server that constrains no answers.",
     ),
     Refusal("enable_mixed_chunk", _UNSET, "the host loses the state snapshots of mixed batches"),

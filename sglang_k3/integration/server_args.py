@@ -14,10 +14,11 @@ from sglang_k3.config import ARCHITECTURE
 from sglang_k3.errors import ConfigError
 from sglang_k3.integration import environment
 from sglang_k3.integration.defaults import (
-    check_resolved,
     fill_defaults,
     prepare_model,
     refuse_what_does_not_fit,
+    refuse_without_kernels,
+    settle_chunk,
 )
 from sglang_k3.integration.graphs import largest_asked
 from sglang_k3.integration.names import is_k3
@@ -69,11 +70,16 @@ class K3ServerArgs(ServerArgs):
         prepare_model(self)
         self.asked_graph_batch = largest_asked(self)
         fill_defaults(self)
-        super().__post_init__()
-        check_resolved(self)
+        try:
+            super().__post_init__()
+        except (ValueError, AssertionError) as error:
+            raise ConfigError(f"SGLang refuses these arguments: {error}") from error
+        settle_chunk(self)
         memory = get_device_memory_capacity(self.device)
         device_bytes = None if memory is None else memory * 2**20
-        refuse_what_does_not_fit(self, self.get_model_config().hf_config.k3, device_bytes)
+        config = self.get_model_config().hf_config.k3
+        refuse_without_kernels(self, config)
+        refuse_what_does_not_fit(self, config, device_bytes)
         environment.set_for_k3(
             run_dtype=str(self.get_model_config().dtype).removeprefix("torch."),
             device=self.device,

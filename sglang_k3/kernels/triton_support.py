@@ -15,23 +15,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MIN_CAPABILITY = (8, 0)
-NEEDED = "sm_{}{} or newer".format(*MIN_CAPABILITY)
-
-
-def too_old(device: torch.device | int) -> str | None:
-    """The name of a GPU's architecture if no Triton kernel of ours runs on it, as ``sm_75``."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}" if (major, minor) < MIN_CAPABILITY else None
 
 
 def supports_triton(ctx: OpContext) -> str | None:
     """Why no Triton kernel runs in ``ctx``, or ``None``. On a CPU they run in Triton's interpreter only, for tests."""
     if ctx.device.type == "cuda":
-        found = too_old(ctx.device)
-        return found and f"needs a CUDA device of {NEEDED}, got {found}"
+        major, minor = torch.cuda.get_device_capability(ctx.device)
+        if (major, minor) < MIN_CAPABILITY:
+            return f"needs a CUDA device of sm_80 or newer, got sm_{major}{minor}"
+        return None
     if ctx.device.type == "cpu" and triton_interprets():
         return None
-    return f"needs a CUDA device of {NEEDED}, got {ctx.device.type}"
+    return f"needs a CUDA device of sm_80 or newer, got {ctx.device.type}"
 
 
 def supports_triton_up_to(**largest: int) -> Callable[[OpContext], str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -88,22 +89,28 @@ def test_the_copies_of_k3_s_cache_are_rehearsed(monkeypatch: pytest.MonkeyPatch)
 
 
 class Launches:
-    """In place of a Triton kernel: the sizes that it would be compiled for."""
+    """In place of a Triton kernel: the sizes and types that it would be compiled for."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.dtypes: set[tuple[torch.dtype, ...]] = set()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args: self.sizes.append(args[-2])
+        return self.launch
+
+    def launch(self, *args: Any) -> None:
+        *tensors, size, _ = args
+        self.sizes.append(size)
+        self.dtypes.add(tuple(x.dtype for x in tensors))
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4, 8])])
 def test_the_host_s_kernels_that_find_places_are_compiled_for_any_number_of_requests(
     most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = {name: Launches() for name in ("alloc_extend_kernel", "alloc_decode_kernel")}
-    for name, kernel in kernels.items():
-        monkeypatch.setattr(paged, name, kernel)
+    extend, decode = Launches(), Launches()
+    monkeypatch.setattr(paged, "alloc_extend_kernel", extend)
+    monkeypatch.setattr(paged, "alloc_decode_kernel", decode)
     rehearsing = Rehearsing()
     runner = rehearsing.runner
     runner.req_to_token_pool.size = most
@@ -111,5 +118,8 @@ def test_the_host_s_kernels_that_find_places_are_compiled_for_any_number_of_requ
         size=2 * 16, page_size=16, dtype=torch.float32, device="cpu", kvcache=None, need_sort=False
     )
     rehearsal.rehearse(runner, [1], has_k3_cache=True)
-    assert [kernel.sizes for kernel in kernels.values()] == [sizes, sizes]
+    assert extend.sizes == decode.sizes == sizes
+    # What a decoding request ended with is read from the host's table of int32, what a prompt did from its prefix.
+    assert extend.dtypes == {(torch.int64,) * 5}
+    assert decode.dtypes == {(torch.int64, torch.int32, torch.int64, torch.int64)}
     assert allocator.free_pages.tolist() == [1, 2], "all that were free are free"

@@ -11,21 +11,23 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from sglang_k3.config import K3Config
 from sglang_k3.errors import K3Error
-from sglang_k3.integration.defaults import CPU_KV_BYTES, refuse_old_gpus, refuse_what_does_not_fit
+from sglang_k3.integration.defaults import CPU_KV_BYTES, refuse_what_does_not_fit, refuse_without_kernels, settle_chunk
 from sglang_k3.integration.graphs import set_graph_defaults
 from sglang_k3.integration.refusals import REFUSALS
-from sglang_k3.testing.presets import K3_SIZES, PRESETS, published_config
+from sglang_k3.testing.presets import GPU_PRESETS, K3_SIZES, PRESETS, TinyPreset, published_config
 from sglang_k3.testing.tiny import write_tiny
 from tests.kit.llama import write_llama
 
 pytestmark = pytest.mark.sglang
 MILLION = 1_048_576
+DP2 = {"tp_size": 2, "ep_size": 2, "dp_size": 2, "enable_dp_attention": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,10 +62,10 @@ def edit_tensor(folder: Path, ending: str, edit: Callable[[dict, str], None]) ->
     raise AssertionError(f"no tensor ends with {ending}")
 
 
-def start(folder: Path | str, **arguments: object) -> None:
+def start(folder: Path | str, **arguments: object) -> Any:
     from sglang_k3.integration.server_args import K3ServerArgs
 
-    K3ServerArgs(model_path=str(folder), **arguments)
+    return K3ServerArgs(model_path=str(folder), **arguments)
 
 
 def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
@@ -179,6 +181,9 @@ def test_a_misspelt_name_is_refused() -> None:
             for field in ("tp_size", "pp_size", "ep_size", "dp_size", "nnodes", "gpu_id_step")
             for number in (0, -1)
         ),
+        ({"nnodes": 2}, "--nnodes 2 must divide the 1 ranks of --tp-size 1 and --pp-size 1"),
+        ({"node_rank": 1}, "--node-rank 1 is none of --nnodes 1.*Give --nnodes, or leave out --node-rank"),
+        ({"json_model_override_args": None}, "--json-model-override-args None is not a JSON object"),
         ({"base_gpu_id": -1}, "--base-gpu-id -1 .*numbered from zero. Give 0 or more"),
         ({"mem_fraction_static": 1.5}, "--mem-fraction-static 1.5 .*Give a number between 0 and 1, or leave it out"),
         *(
@@ -256,6 +261,7 @@ def test_tied_embeddings_are_a_head_that_each_rank_has_whole(checkpoint: Path) -
         ({"page_size": MILLION}, MILLION),
         ({"chunked_prefill_size": MILLION}, MILLION),
         ({"chunked_prefill_size": -1}, 16384),
+        ({"chunked_prefill_size": MILLION, **DP2}, MILLION),
     ],
 )
 def test_a_step_that_takes_all_memory_is_refused(
@@ -263,27 +269,108 @@ def test_a_step_that_takes_all_memory_is_refused(
 ) -> None:
     monkeypatch.setattr("sglang.srt.server_args.get_device_memory_capacity", lambda device: 16 * 1024)
     with pytest.raises(
-        K3Error, match=f"A step of {tokens} tokens leaves no memory .*Use --chunked-prefill-size 2048 and"
+        K3Error, match=f"for steps of {tokens} tokens .* is more than the memory .*--mem-fraction-static"
     ):
         start(checkpoint, device="cpu", **arguments)
-    start(checkpoint, device="cpu")
+    start(checkpoint, device="cpu", mem_fraction_static=0.5, **arguments)
 
 
-def test_a_gpu_without_kernels_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("page", "refused", "works"), [(1, 1, 2), (64, 64, 128), (64, 192, 256), (4096, 4096, 8192), (4096, None, 8192)]
+)
+def test_data_parallel_ranks_share_a_chunk_in_whole_pages(
+    checkpoint: Path, page: int, refused: int | None, works: int
+) -> None:
+    if refused is not None:
+        says = rf"size {refused} .*--page-size {page} on each of 2 data-parallel ranks: use {works}\."
+        with pytest.raises(K3Error, match=says):
+            start(checkpoint, device="cpu", page_size=page, chunked_prefill_size=refused, **DP2)
+    given = {} if refused is None else {"chunked_prefill_size": works}
+    args = start(checkpoint, device="cpu", page_size=page, **DP2, **given)
+    assert args.chunked_prefill_size == works // 2
+
+
+@pytest.mark.parametrize(
+    ("chosen", "page", "settled"), [(1365, 64, 1344), (8192, 64, 8192), (8192, 16384, 16384), (-1, 64, -1)]
+)
+def test_a_chunk_that_the_host_chose_is_settled_in_whole_pages(chosen: int, page: int, settled: int) -> None:
+    args = SimpleNamespace(chunked_prefill_size=chosen, page_size=page, mem_fraction_static=0.9)
+    settle_chunk(args)
+    assert args.chunked_prefill_size == settled
+
+
+def config_of(sizes: TinyPreset) -> K3Config:
+    return K3Config.from_dict(published_config(sizes, dtype="bfloat16", packed_experts=True, vision=False))
+
+
+def ranks(**given: object) -> SimpleNamespace:
+    one = {"tp_size": 1, "pp_size": 1, "nnodes": 1, "node_rank": 0, "base_gpu_id": 0, "gpu_id_step": 1}
+    return SimpleNamespace(device="cuda", **{**one, **given})
+
+
+def test_a_gpu_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     capabilities = [(9, 0), (7, 5), (9, 0)]
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(capabilities))
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu: capabilities[gpu])
-    refusal = "GPU 1 is sm_75, and K3's kernels need sm_80 or newer. Use a newer GPU, --device cpu, or K3PLUGIN_KERNELS"
-    spread: dict[str, int] = {"tp_size": 1, "pp_size": 1, "nnodes": 1, "base_gpu_id": 0, "gpu_id_step": 1}
-    with pytest.raises(K3Error, match=refusal):
-        start(checkpoint, device="cuda", pp_size=2)
-    for taken in ({"tp_size": 2}, {"base_gpu_id": 1}, {"tp_size": 4, "nnodes": 2}):
-        with pytest.raises(K3Error, match=refusal):
-            refuse_old_gpus(SimpleNamespace(device="cuda", **{**spread, **taken}))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capabilities[device.index])
+    config = config_of(K3_SIZES)
+    says = (
+        "On GPU 1 .* sm_80 or newer, got sm_75. Use another GPU or model, --device cpu, or K3PLUGIN_KERNELS=reference"
+    )
+    for taken in (
+        {"tp_size": 2},
+        {"base_gpu_id": 1},
+        {"tp_size": 4, "nnodes": 2, "node_rank": 1},
+        {"pp_size": 2, "gpu_id_step": 2},
+    ):
+        with pytest.raises(K3Error, match=says):
+            refuse_without_kernels(ranks(**taken), config)
     for taken in ({}, {"base_gpu_id": 2}, {"tp_size": 2, "gpu_id_step": 2}):
-        refuse_old_gpus(SimpleNamespace(device="cuda", **{**spread, **taken}))
+        refuse_without_kernels(ranks(**taken), config)
     monkeypatch.setenv("K3PLUGIN_KERNELS", "reference")
-    refuse_old_gpus(SimpleNamespace(device="cuda", **{**spread, "tp_size": 2}))
+    refuse_without_kernels(ranks(tp_size=2), config)
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, *GPU_PRESETS])
+def test_what_is_tested_on_a_gpu_has_all_its_kernels(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_gpu(monkeypatch)
+    sizes = (PRESETS | GPU_PRESETS)[preset]
+    refuse_without_kernels(ranks(), config_of(sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"kda_head_dim": 256}, "no kernel for kda_decode, which takes K up to 128, got 256"),
+        ({"kv_lora_rank": 1024}, "no kernel for mla_decode, which takes D up to 576, got 1088"),
+        ({"v_head_dim": 256}, "no kernel for mla_prefill, which takes V up to 128, got 256"),
+    ],
+)
+def test_head_sizes_without_kernels_are_refused_on_a_gpu(
+    sizes: dict[str, int], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_gpu(monkeypatch)
+    config = config_of(dataclasses.replace(K3_SIZES, **sizes))
+    with pytest.raises(K3Error, match=says):
+        refuse_without_kernels(ranks(), config)
+    on_cpu = ranks()
+    on_cpu.device = "cpu"
+    refuse_without_kernels(on_cpu, config)
+
+
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+
+
+def test_a_gpu_that_is_not_there_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(K3Error, match="--device cuda needs a GPU, and torch finds none. Leave it out, or give --dev"):
+        start(checkpoint, device="cuda")
+
+
+def test_what_the_host_refuses_is_one_line_too(checkpoint: Path) -> None:
+    with pytest.raises(K3Error, match=r"SGLang refuses these arguments: .*context_length \(10000000\) is greater"):
+        start(checkpoint, device="cpu", context_length=10_000_000)
 
 
 def test_an_unknown_kind_of_kernels_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +409,7 @@ def test_a_graph_larger_than_the_pool_is_refused(asked: dict[str, object]) -> No
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
-    config = K3Config.from_dict(published_config(K3_SIZES, dtype="bfloat16", packed_experts=True, vision=False))
+    config = config_of(K3_SIZES)
     args = SimpleNamespace(
         **{"device": "cuda", "dtype": "bfloat16", "mamba_ssm_dtype": "float32", "mem_fraction_static": 0.9},
         **{"max_mamba_cache_size": None, "max_total_tokens": None, "chunked_prefill_size": 8192},
