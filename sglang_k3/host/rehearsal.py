@@ -84,12 +84,10 @@ def _hand_out_nothing(runner: ModelRunner) -> None:
         return
     for n in range((most - 1).bit_length() + 1):
         size = min(1 << n, most)  # the last stands for the power of two above
-        cached = torch.ones(size, dtype=torch.int64)
-        lens = cached + 1
-        last = page * torch.arange(size, device=runner.device)
-        on_device = (cached.to(runner.device), lens.to(runner.device))
-        allocator.alloc_extend(on_device[0], cached, on_device[1], lens, last, size)
-        allocator.alloc_decode(on_device[1], lens, last.int())  # of the dtypes that the host's steps have
+        cached = torch.ones(size, dtype=torch.int64, device=runner.device)
+        lens, last = cached + 1, page * torch.arange(size, device=runner.device)
+        allocator.alloc_extend(cached, cached.cpu(), lens, lens.cpu(), last, size)
+        allocator.alloc_decode(lens, lens.cpu(), last.int())  # of the dtypes that the host's steps have
 
 
 def _forward(runner: ModelRunner, batch: SimpleNamespace, num_tokens: int) -> None:

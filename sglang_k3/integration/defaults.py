@@ -203,6 +203,11 @@ def refuse_what_does_not_fit(args: K3ServerArgs, config: K3Config, device_bytes:
 
 
 def _check_nodes(args: K3ServerArgs) -> None:
+    """Each machine has as many ranks, and a number.
+
+    Raises:
+        ConfigError: the ranks do not divide over the machines, or this one's number is none of theirs.
+    """
     ranks = args.tp_size * args.pp_size
     if ranks % args.nnodes:
         raise ConfigError(
@@ -282,6 +287,11 @@ def _overrides(args: K3ServerArgs) -> dict[str, Any]:
 
 
 def _json_object(args: K3ServerArgs, field: str) -> dict[str, Any]:
+    """The value of a flag that takes JSON.
+
+    Raises:
+        ConfigError: it is none, or no object.
+    """
     text, why = getattr(args, field), ""
     try:
         value = json.loads(text)
@@ -345,7 +355,11 @@ def _fit_grid(args: K3ServerArgs) -> None:
 
 
 def _check_chunk(args: K3ServerArgs) -> None:
-    """Each data-parallel rank gets its part of a chunk, in whole pages."""
+    """Each data-parallel rank gets its part of a chunk, in whole pages.
+
+    Raises:
+        ConfigError: names the chunk that the user gave and the next one that works.
+    """
     chunk, of = args.chunked_prefill_size, f"--page-size {args.page_size}"
     if args.dp_size > 1:
         of += f" on each of {args.dp_size} data-parallel ranks"
@@ -410,7 +424,7 @@ def _refuse_empty_pools(args: K3ServerArgs) -> None:
 
 
 def _least_pool(page: int) -> int:
-    """Tokens of a pool that answers: the host admits a request where two pages are left beside it."""
+    """Tokens of a pool that was seen to answer: of two pages of 64, a request got none, and a third is enough."""
     return _round_up(LEAST_TOKENS, page) + 2 * page
 
 

@@ -11,7 +11,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_k3.config import ARCHITECTURE
-from sglang_k3.errors import ConfigError
+from sglang_k3.errors import ConfigError, K3Error
 from sglang_k3.integration import environment
 from sglang_k3.integration.defaults import (
     fill_defaults,
@@ -72,6 +72,8 @@ class K3ServerArgs(ServerArgs):
         fill_defaults(self)
         try:
             super().__post_init__()
+        except K3Error:  # of this package, which the host calls for the config
+            raise
         except (ValueError, AssertionError) as error:
             raise ConfigError(f"SGLang refuses these arguments: {error}") from error
         settle_chunk(self)

@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from sglang_k3.config import K3Config
-from sglang_k3.errors import K3Error
+from sglang_k3.errors import CheckpointError, K3Error
 from sglang_k3.integration.defaults import CPU_KV_BYTES, refuse_what_does_not_fit, refuse_without_kernels, settle_chunk
 from sglang_k3.integration.graphs import set_graph_defaults
 from sglang_k3.integration.refusals import REFUSALS
@@ -371,6 +371,19 @@ def test_a_gpu_that_is_not_there_is_refused(checkpoint: Path, monkeypatch: pytes
 def test_what_the_host_refuses_is_one_line_too(checkpoint: Path) -> None:
     with pytest.raises(K3Error, match=r"SGLang refuses these arguments: .*context_length \(10000000\) is greater"):
         start(checkpoint, device="cpu", context_length=10_000_000)
+
+
+def test_what_this_package_refuses_meanwhile_keeps_its_own_words(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_k3.integration.server_args import K3ServerArgs
+
+    def refuse(_: object) -> None:
+        raise CheckpointError("a tensor is missing")
+
+    monkeypatch.setattr(K3ServerArgs.__bases__[0], "__post_init__", refuse)
+    with pytest.raises(CheckpointError, match="^a tensor is missing$"):
+        start(checkpoint, device="cpu")
 
 
 def test_an_unknown_kind_of_kernels_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

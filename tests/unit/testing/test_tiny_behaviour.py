@@ -16,13 +16,15 @@ from sglang_k3.testing import equations
 from sglang_k3.testing.presets import PRESETS
 from sglang_k3.testing.reference import KDAState, MLAState, ReferenceModel, load_text_weights
 from sglang_k3.testing.tiny import write_tiny
+from tests.kit.parity import BFLOAT16
 
 Load = Callable[..., ReferenceModel]
 
 RANDOM_PRESETS = [name for name, preset in PRESETS.items() if preset.fitted is None]  # the others: test_chat_preset
 
 MAX_NOISE_RMS = 0.05
-MAX_NOISE = 0.3  # of 99 % of positions; in which order a CPU adds up decides where one is off further, and how far
+# Of 99 % of positions: how far one of 300 is off (0.2 to 0.45) follows the instructions that MKL picks for a CPU.
+MAX_NOISE = 0.3
 MIN_EFFECT_RMS = 0.15  # of taking a component away; more than five times the noise that is measured
 
 
@@ -70,7 +72,9 @@ def test_bf16_noise_is_small_and_never_flips_a_route(
 
     noise = first.logprobs - second.logprobs
     assert 0.005 < rms(noise) < MAX_NOISE_RMS
-    assert float(noise.abs().amax(1).quantile(0.99)) < MAX_NOISE
+    by_position = noise.abs().amax(1)
+    assert float(by_position.quantile(0.99)) < MAX_NOISE
+    assert float(by_position.max()) < BFLOAT16.max_error, "no position is further off than a served one may be"
 
     assert first.chosen == second.chosen
     top_k = exact.config.moe.top_k
