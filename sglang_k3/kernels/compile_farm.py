@@ -15,6 +15,7 @@ import ctypes
 import importlib
 import json
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -173,7 +174,7 @@ def compile_one(job: str) -> None:
 
 def main(processes: int) -> int:
     """Fork the processes when the modules are loaded; each takes the next line of what the parent reads."""
-    _end_with_parent()
+    _end_with_parent(os.getppid())  # one that is gone already has closed stdin
     from triton.runtime.driver import driver
 
     from sglang_k3.kernels import OPS
@@ -186,7 +187,7 @@ def main(processes: int) -> int:
         return 0
     driver.set_active(CompileOnlyDriver(int(capability)))
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(processes, context, initializer=_end_with_parent, initargs=(os.getpid(),)) as pool:
         compiled = []
         for job in sys.stdin:
             compiled.append(pool.submit(compile_one, job))
@@ -196,10 +197,16 @@ def main(processes: int) -> int:
     return 0
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(parent: int) -> None:
     """Let the kernel end this process with the thread that started it, however that ends: its own children would wait
-    for work for ever, and hold the server's log open."""
+    for work for ever, and hold the server's log open. Where it has ended already no signal comes, so this one goes.
+
+    Args:
+        parent: the id of the process that started this one, as that one knows it.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _say_done(compiled: Future[None]) -> None:

@@ -158,6 +158,33 @@ def test_no_process_outlives_the_farm(how: str, says: str) -> None:
     assert done.stdout.endswith("3 0\n")
 
 
+ORPHANED = """
+import os
+from sglang_k3.kernels.compile_farm import _end_with_parent
+
+reader, writer = os.pipe()
+parent = os.fork()
+if parent == 0:
+    dying = os.getpid()
+    if os.fork() == 0:
+        os.close(reader)
+        while os.getppid() == dying:
+            pass
+        _end_with_parent(dying)
+        os.write(writer, b"lives on")
+    os._exit(0)
+os.close(writer)
+os.waitpid(parent, 0)
+print(os.read(reader, 100))
+"""
+
+
+def test_a_process_whose_parent_ended_before_it_could_ask_ends_too() -> None:
+    command = [sys.executable, "-c", ORPHANED]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0 and done.stdout == "b''\n", done.stdout + done.stderr
+
+
 FAILING = """
 import importlib
 import torch
