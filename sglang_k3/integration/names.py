@@ -12,6 +12,7 @@ from huggingface_hub.errors import HFValidationError
 from sglang_k3.config import ARCHITECTURE
 from sglang_k3.env import cache_root
 from sglang_k3.errors import ConfigError
+from sglang_k3.weights.audit import read_config
 
 PUBLISHED = "moonshotai/Kimi-K3"
 PUBLISHED_REVISION = "f831ab66814297da540d832a5235f8e904f29d06"
@@ -43,6 +44,19 @@ def is_k3(model_path: str) -> bool:
         return ARCHITECTURE in config["architectures"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def refuse_no_model(model_path: str) -> None:
+    """Refuse a local path that leads to no model of anybody's, of which the host says what it lacks to run some other.
+
+    Raises:
+        ConfigError: it does not exist and cannot be the name of a repository, or is a folder without a config.
+    """
+    path = Path(model_path)
+    if not path.exists() and model_path.startswith(("/", ".", "~")):
+        raise ConfigError(f"There is no {model_path}. Give a checkpoint folder that exists, {ALIAS} or {TINY_ALIAS}.")
+    if path.is_dir() and ((path / "config.json").exists() or not any(path.glob("*.json"))):
+        read_config(path)
 
 
 def _cached_config(repository: str) -> Path | None:

@@ -4,6 +4,7 @@ For any other model it behaves as the host's own class does.
 """
 
 import dataclasses
+from pathlib import Path
 from typing import Any, get_args
 
 from sglang.srt.arg_groups.arg_utils import A, Arg
@@ -21,7 +22,7 @@ from sglang_k3.integration.defaults import (
     settle_chunk,
 )
 from sglang_k3.integration.graphs import largest_asked
-from sglang_k3.integration.names import is_k3
+from sglang_k3.integration.names import is_k3, refuse_no_model
 from sglang_k3.integration.refusals import PREFIX_CACHE
 from sglang_k3.mem.policy_names import PolicyName
 from sglang_k3.options import LatentNormEps, ServeOptions
@@ -63,8 +64,7 @@ class K3ServerArgs(ServerArgs):
         self.is_k3 = is_k3(self.model_path)
         if not self.is_k3:
             environment.clear()
-            super().__post_init__()
-            self._refuse_k3_in_disguise()
+            self._resolve_as_another_model()
             return
         ServeOptions.from_server_args(self)
         prepare_model(self)
@@ -93,8 +93,18 @@ class K3ServerArgs(ServerArgs):
         """Whether the host hands out and tracks snapshots; K3's own prefix cache does so itself."""
         return self.radix_cache_backend != PREFIX_CACHE and super().enable_mamba_extra_buffer()
 
-    def _refuse_k3_in_disguise(self) -> None:
+    def _resolve_as_another_model(self) -> None:
         """A repository that nobody has downloaded yet is known by its name alone, until the host has its config."""
+        refuse_no_model(self.model_path)
+        try:
+            super().__post_init__()
+        except RuntimeError as error:
+            if Path(self.model_path).exists():
+                raise
+            raise ConfigError(
+                f"{self.model_path} is no folder here and was not downloaded before, so it is not known to be a K3 "
+                f"model, and of others SGLang says: {error} If it is one, download it and pass its folder."
+            ) from error
         config = getattr(getattr(self, "model_config", None), "hf_config", None)
         if ARCHITECTURE in (getattr(config, "architectures", None) or ()):
             raise ConfigError(

@@ -8,13 +8,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from sglang_k3.config import K3Config
 from sglang_k3.errors import CheckpointError, K3Error
@@ -22,83 +19,12 @@ from sglang_k3.integration.defaults import CPU_KV_BYTES, refuse_what_does_not_fi
 from sglang_k3.integration.graphs import set_graph_defaults
 from sglang_k3.integration.refusals import REFUSALS
 from sglang_k3.testing.presets import GPU_PRESETS, K3_SIZES, PRESETS, TinyPreset, published_config
-from sglang_k3.testing.tiny import write_tiny
 from tests.kit.llama import write_llama
+from tests.kit.start import edit_tensor, start
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("plugin")]
 MILLION = 1_048_576
 DP2 = {"tp_size": 2, "ep_size": 2, "dp_size": 2, "enable_dp_attention": True}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugin() -> None:
-    """As at the start of a server."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return write_tiny(tmp_path / "k3")
-
-
-def edit_config(folder: Path, edit: Callable[[dict], None]) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    edit(config)
-    path.write_text(json.dumps(config))
-
-
-def edit_tensor(folder: Path, ending: str, edit: Callable[[dict, str], None]) -> str:
-    """Edit the first tensor whose name ends so; returns its name."""
-    for shard in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(shard)
-        for name in tensors:
-            if name.endswith(ending):
-                edit(tensors, name)
-                save_file(tensors, shard)
-                return name
-    raise AssertionError(f"no tensor ends with {ending}")
-
-
-def start(folder: Path | str, **arguments: object) -> Any:
-    from sglang_k3.integration.server_args import K3ServerArgs
-
-    return K3ServerArgs(model_path=str(folder), **arguments)
-
-
-def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
-    name = edit_tensor(checkpoint, "kv_b_proj.weight", lambda tensors, name: tensors.pop(name))
-    with pytest.raises(K3Error, match=f"{name}: missing"):
-        start(checkpoint)
-
-
-def test_a_transposed_tensor_is_named(checkpoint: Path) -> None:
-    def transpose(tensors: dict, name: str) -> None:
-        tensors[name] = tensors[name].T.contiguous()
-
-    name = edit_tensor(checkpoint, "layers.0.mlp.gate_proj.weight", transpose)
-    with pytest.raises(K3Error, match=rf"{name}: shape \[64, 96\], expected \[96, 64\]"):
-        start(checkpoint)
-
-
-def test_a_config_without_the_kda_part_is_refused(checkpoint: Path) -> None:
-    edit_config(checkpoint, lambda config: config["text_config"].pop("linear_attn_config"))
-    with pytest.raises(K3Error, match=r"no text_config\.linear_attn_config"):
-        start(checkpoint)
-
-
-def test_another_quantisation_is_refused(checkpoint: Path) -> None:
-    edit_config(checkpoint, lambda config: config.update(quantization_config={"quant_method": "modelopt"}))
-    edit_config(checkpoint, lambda config: config["text_config"].pop("quantization_config"))
-    with pytest.raises(K3Error, match="quant_method 'modelopt'.*Use moonshotai/Kimi-K3 or a bf16 checkpoint"):
-        start(checkpoint)
-
-
-def test_a_misspelt_name_is_refused() -> None:
-    with pytest.raises(K3Error, match="no model 'kimi-k3-tinny': known names are kimi-k3 and kimi-k3-tiny"):
-        start("kimi-k3-tinny")
 
 
 @pytest.mark.parametrize(
