@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.distributed.utils import get_pp_indices
+from sglang.srt.environ import envs
 from sglang.srt.utils import get_device
 
 from sglang_k3.config import MXFP4_GROUP_SIZE, K3Config, with_overrides
@@ -101,6 +102,7 @@ def fill_defaults(args: K3ServerArgs) -> None:
                 "give --enable-dp-lm-head."
             )
         check_stages(config.num_hidden_layers, args.pp_size)
+        _check_context(args, config)
         if on_cpu:
             _size_cpu_pools(args, config)
 
@@ -366,6 +368,24 @@ def _check_chunk(args: K3ServerArgs) -> None:
     works = _round_up(chunk or 0, args.page_size * args.dp_size)
     if chunk is not None and 0 < chunk < works:
         raise ConfigError(f"--chunked-prefill-size {chunk} is not a multiple of {of}: use {works}.")
+
+
+def _check_context(args: K3ServerArgs, config: K3Config) -> None:
+    """A request has room in what the model was trained on, and is given no more of it than there is.
+
+    Raises:
+        ConfigError: says how long a context may be.
+    """
+    longest = config.max_position_embeddings
+    if longest < LEAST_TOKENS:
+        raise ConfigError(
+            f"max_position_embeddings {longest} leaves no room for a request. Set {LEAST_TOKENS} at least."
+        )
+    if (args.context_length or 0) > longest and not envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get():
+        raise ConfigError(
+            f"--context-length {args.context_length} is longer than the model's {longest} (max_position_embeddings). "
+            f"Give {longest} or less."
+        )
 
 
 def _choose_prefix_cache(args: K3ServerArgs) -> None:

@@ -101,6 +101,11 @@ DP2 = {"tp_size": 2, "ep_size": 2, "dp_size": 2, "enable_dp_attention": True}
             marks=pytest.mark.refuses("host"),
         ),
         ({"max_total_tokens": 128, "page_size": 64}, "--max-total-tokens 128 leaves no room .*Ask for 192 at least"),
+        ({"context_length": 8193}, "--context-length 8193 is longer than the model's 8192 .*Give 8192 or less"),
+        (
+            {"json_model_override_args": '{"text_config": {"max_position_embeddings": 32}}'},
+            "max_position_embeddings 32 leaves no room for a request. Set 64 at least",
+        ),
         ({"context_length": 1}, "--context-length 1 leaves no room for a request. Ask for 64 at least, or leave the"),
         *(
             ({field: number}, f"--{field.replace('_', '-')} {number} .*counted from one. Give 1 or more")
@@ -295,8 +300,15 @@ def test_a_gpu_that_is_not_there_is_refused(checkpoint: Path, monkeypatch: pytes
 
 
 def test_what_the_host_refuses_is_one_line_too(checkpoint: Path) -> None:
-    with pytest.raises(K3Error, match=r"SGLang refuses these arguments: .*context_length \(10000000\) is greater"):
-        start(checkpoint, device="cpu", context_length=10_000_000)
+    with pytest.raises(K3Error, match="SGLang refuses these arguments: --mamba-cache-philox-rounds must be non-neg"):
+        start(checkpoint, device="cpu", mamba_cache_philox_rounds=-1)
+
+
+def test_a_context_that_the_host_was_told_to_allow_is_allowed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    assert start(checkpoint, device="cpu", context_length=8193).get_model_config().context_len == 8193
 
 
 def test_what_this_package_refuses_meanwhile_keeps_its_own_words(
