@@ -63,7 +63,17 @@ def _impls(topic: str) -> str:
     for case, by_impl in sorted(figures.items(), key=lambda item: _natural(item[0])):
         cells = [_three_digits(by_impl[impl]) if impl in by_impl else "" for impl in impls]
         lines.append(f"| `{case}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", _measured(topic)])
+
+
+def _measured(topic: str) -> str:
+    """On what, when and with which versions, below tables that have no column for it."""
+    rows = load(topic)
+    hardware = sorted({str(row["hardware"]) for row in rows})
+    dates = sorted({str(row["date"]) for row in rows})
+    versions = sorted({f"{name} {version}" for row in rows for name, version in dict(row["versions"]).items()})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"({', '.join(hardware)}; {when}; {', '.join(versions)}.)\n"
 
 
 def _three_digits(us: float) -> str:
@@ -82,7 +92,7 @@ def _metrics(topic: str) -> str:
         metrics = tuple(by_metric)
         head = [f"| | {' | '.join(f'`{metric}`' for metric in metrics)} |", "| --- |" + " --- |" * len(metrics)]
         tables.setdefault(metrics, head).append(f"| {case} | {' | '.join(by_metric.values())} |")
-    return "\n\n".join("\n".join(lines) for lines in tables.values()) + "\n"
+    return "\n\n".join("\n".join(lines) for lines in tables.values()) + f"\n\n{_measured(topic)}"
 
 
 def _five_digits(value: float) -> str:
@@ -103,7 +113,7 @@ def _slice() -> str:
         f"\n<details><summary>One rank of {number}</summary>\n\n{table}\n</details>\n"
         for number, table in zip(ranks[1:], tables[1:], strict=True)
     ]
-    return "".join([*tables[:1], *folded])
+    return "".join([*tables[:1], *folded, f"\n{_measured('unit_slice')}"])
 
 
 def _slice_of(figures: dict[str, dict[str, str]]) -> str:

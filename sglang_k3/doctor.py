@@ -123,12 +123,13 @@ def check_seams(say: Say) -> list[str]:
     from sglang_k3.integration.seams import SEAMS
     from sglang_k3.integration.verify import check_seams as find_problems
 
-    say("seams     places where the plugin registers with SGLang or hooks into it, and why")
+    with _quiet():
+        problems = find_problems()
+    state = "not all in place, see the end" if problems else "all in place"
+    say(f"seams     {state}: where the plugin registers with SGLang or hooks into it, and what each makes good")
     width = max(len(seam.name) for seam in SEAMS)
     for seam in SEAMS:
         say(f"  {seam.name:<{width}} {seam.why}")
-    with _quiet():
-        problems = find_problems()
     return [f"{problem} SGLang looks altered or half-installed; reinstall it: {REINSTALL}" for problem in problems]
 
 
