@@ -1,4 +1,4 @@
-"""Will it fit: the bytes of a GPU that a model takes before its first request, from its config alone.
+"""Will it fit: the bytes of a rank that a model takes before its first request, from its config alone.
 
 Weights are counted as the model's modules hold them: experts as they are stored, the rest in the run dtype, split by
 head, by width or by expert, or whole on every rank. What a step needs besides is the host's reserve.
@@ -30,7 +30,7 @@ class Ranks:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the fullest GPU.
+    """Bytes on the fullest rank.
 
     Attributes:
         num_states, num_tokens: how many recurrent states and latent rows there are room for.
@@ -48,7 +48,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         return (
-            f"{self.total / GB:.1f} GB on each GPU: {self.weights / GB:.1f} of weights, {self.states / GB:.1f} of "
+            f"{self.total / GB:.1f} GB on each rank: {self.weights / GB:.1f} of weights, {self.states / GB:.1f} of "
             f"{self.num_states} states, {self.latent_rows / GB:.1f} of {self.num_tokens} cached tokens"
         )
 

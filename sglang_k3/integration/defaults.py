@@ -7,9 +7,7 @@ paged as asked is refused here, before a process is started.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +17,12 @@ from sglang.srt.environ import envs
 from sglang.srt.utils import get_device
 
 from sglang_k3.config import MXFP4_GROUP_SIZE, K3Config, with_overrides
-from sglang_k3.env import kernel_mode
 from sglang_k3.errors import ConfigError
 from sglang_k3.integration.graphs import set_graph_defaults
 from sglang_k3.integration.names import resolve
 from sglang_k3.integration.refusals import ATTENTION_BACKEND, PARSER, PREFIX_CACHE, refuse_unsupported
-from sglang_k3.kernels import OPS, OpContext
 from sglang_k3.mem.limits import SLOTS_PER_REQUEST
-from sglang_k3.planner import STATES_PER_REQUEST, Ranks, plan_memory
+from sglang_k3.planner import STATES_PER_REQUEST
 from sglang_k3.weights.audit import audit_folder, read_config
 
 if TYPE_CHECKING:
@@ -123,85 +119,6 @@ def settle_chunk(args: K3ServerArgs) -> None:
         )
     if chunk > 0 and chunk % page:
         args.chunked_prefill_size = max(page, chunk - chunk % page)
-
-
-def refuse_without_kernels(args: K3ServerArgs, config: K3Config) -> None:
-    """On a GPU an op without a kernel would run by its reference, which is for a bisection, not for service.
-
-    Raises:
-        ConfigError: a GPU of this machine that a rank would take, or the model's head sizes, have no kernel of an op.
-    """
-    if kernel_mode() == "reference" or args.device != "cuda":
-        return
-    kda, mla = config.kda, config.mla
-    of_kda = {"K": kda.head_dim, "V": kda.head_dim}
-    of_mla = {
-        "K": mla.qk_nope_head_dim,
-        "R": mla.qk_rope_head_dim,
-        "V": mla.v_head_dim,
-        "D": mla.latent_dim,
-        "L": mla.kv_lora_rank,
-    }
-    for gpu in _gpus(args):
-        for op, module in OPS.items():
-            context = OpContext(torch.device("cuda", gpu), sizes=of_mla if op.startswith("mla") else of_kda)
-            *kernels, _ = importlib.import_module(module).IMPLS
-            reasons = [kernel.supports(context) for kernel in kernels]
-            if None not in reasons:
-                raise ConfigError(
-                    f"On GPU {gpu} there is no kernel for {op}, which {reasons[-1]}. Use another GPU or model, "
-                    "--device cpu, or K3PLUGIN_KERNELS=reference for a slow run by the plain PyTorch references."
-                )
-
-
-def _gpus(args: K3ServerArgs) -> list[int]:
-    """Those of this machine that its ranks take, as the host deals them out; one that is missing fails there."""
-    from sglang.srt.entrypoints.engine import _calculate_rank_ranges  # of the main process alone
-
-    stages, ranks, stages_here, ranks_here = _calculate_rank_ranges(
-        args.nnodes, args.pp_size, args.tp_size, args.node_rank
-    )
-    dealt = {
-        args.base_gpu_id + stage % stages_here * ranks_here + rank % ranks_here * args.gpu_id_step
-        for stage in stages
-        for rank in ranks
-    }
-    return sorted(gpu for gpu in dealt if gpu < torch.cuda.device_count())
-
-
-def refuse_what_does_not_fit(args: K3ServerArgs, config: K3Config, device_bytes: float | None) -> None:
-    """Predict, before anything is loaded, that the weights and the least that one request needs have no room.
-
-    Args:
-        device_bytes: memory of the smallest GPU; None if nobody knows.
-
-    Raises:
-        ConfigError: says what is needed, what there is, and what would help.
-    """
-    if args.device == "cpu" or device_bytes is None:
-        return
-    stages = [get_pp_indices(config.num_hidden_layers, rank, args.pp_size) for rank in range(args.pp_size)]
-    sizes = {
-        "num_states": args.max_mamba_cache_size or _states_per_request(args),
-        "num_tokens": args.max_total_tokens or max(args.chunked_prefill_size or 0, 0) or CPU_CHUNKED_PREFILL_TOKENS,
-        "itemsize": 4 if args.dtype == "float32" else 2,
-        "state_itemsize": 2 if args.mamba_ssm_dtype in ("bfloat16", "float16") else 4,
-    }
-    plan = plan_memory(config, Ranks(args.tp_size, args.dp_size, tuple(stages)), **sizes)
-    room = device_bytes * (args.mem_fraction_static or 1.0)
-    if plan.total > room:
-        least = -(-args.tp_size * args.pp_size * plan.weights // max(1, int(room) - plan.total + plan.weights))
-        heads = math.gcd(config.kda.num_heads, config.mla.num_heads)
-        least = next((ranks for ranks in range(least, heads + 1) if heads % ranks == 0), least)
-        remedy = (
-            f"Spread it over {least} GPUs or more with --tp-size and --pp-size"
-            if plan.total - plan.weights < room
-            else "Ask for fewer with --max-mamba-cache-size and --max-total-tokens"
-        )
-        raise ConfigError(
-            f"The model does not fit: it needs {plan}, but --mem-fraction-static {args.mem_fraction_static} of this "
-            f"GPU's {device_bytes / 1e9:.1f} GB is {room / 1e9:.1f}. {remedy}."
-        )
 
 
 def _check_nodes(args: K3ServerArgs) -> None:
@@ -485,7 +402,7 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def _states_per_request(args: K3ServerArgs) -> int:
+def states_per_request(args: K3ServerArgs) -> int:
     return SLOTS_PER_REQUEST if args.radix_cache_backend == PREFIX_CACHE else STATES_PER_REQUEST
 
 
@@ -497,7 +414,7 @@ def _size_cpu_pools(args: K3ServerArgs, config: K3Config) -> None:
     if args.max_mamba_cache_size is None:
         conv = 3 * kda.width * (kda.short_conv_kernel_size - 1)
         state_bytes = 4 * len(config.kda_layers) * (conv + kda.width * kda.head_dim)
-        per_request = _states_per_request(args)
+        per_request = states_per_request(args)
         wanted = per_request * args.max_running_requests
         args.max_mamba_cache_size = max(per_request, min(wanted, CPU_STATE_BYTES // state_bytes))
     if args.max_total_tokens is None:

@@ -9,19 +9,13 @@ from typing import Any, get_args
 
 from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_k3.config import ARCHITECTURE
 from sglang_k3.errors import ConfigError, K3Error
 from sglang_k3.integration import environment
-from sglang_k3.integration.defaults import (
-    fill_defaults,
-    prepare_model,
-    refuse_what_does_not_fit,
-    refuse_without_kernels,
-    settle_chunk,
-)
+from sglang_k3.integration.defaults import fill_defaults, prepare_model, settle_chunk
 from sglang_k3.integration.graphs import largest_asked
+from sglang_k3.integration.machine import refuse_what_it_cannot_serve
 from sglang_k3.integration.names import is_k3, refuse_no_model
 from sglang_k3.integration.refusals import PREFIX_CACHE
 from sglang_k3.mem.policy_names import PolicyName
@@ -77,11 +71,7 @@ class K3ServerArgs(ServerArgs):
         except (ValueError, AssertionError) as error:
             raise ConfigError(f"SGLang refuses these arguments: {error}") from error
         settle_chunk(self)
-        memory = get_device_memory_capacity(self.device)
-        device_bytes = None if memory is None else memory * 2**20
-        config = self.get_model_config().hf_config.k3
-        refuse_without_kernels(self, config)
-        refuse_what_does_not_fit(self, config, device_bytes)
+        refuse_what_it_cannot_serve(self, self.get_model_config().hf_config.k3)
         environment.set_for_k3(
             run_dtype=str(self.get_model_config().dtype).removeprefix("torch."),
             device=self.device,

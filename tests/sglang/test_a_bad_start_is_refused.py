@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_k3.config import K3Config
 from sglang_k3.errors import CheckpointError, K3Error
-from sglang_k3.integration.defaults import CPU_KV_BYTES, refuse_what_does_not_fit, refuse_without_kernels, settle_chunk
+from sglang_k3.integration.defaults import CPU_KV_BYTES, settle_chunk
 from sglang_k3.integration.graphs import set_graph_defaults
 from sglang_k3.integration.refusals import REFUSALS
-from sglang_k3.testing.presets import GPU_PRESETS, K3_SIZES, PRESETS, TinyPreset, published_config
+from sglang_k3.testing.presets import PRESETS
 from tests.kit.llama import write_llama
 from tests.kit.start import edit_tensor, start
 
@@ -230,75 +228,6 @@ def test_a_chunk_that_the_host_chose_is_settled_in_whole_pages(chosen: int, page
     assert args.chunked_prefill_size == settled
 
 
-def config_of(sizes: TinyPreset) -> K3Config:
-    return K3Config.from_dict(published_config(sizes, dtype="bfloat16", packed_experts=True, vision=False))
-
-
-def ranks(**given: object) -> SimpleNamespace:
-    one = {"tp_size": 1, "pp_size": 1, "nnodes": 1, "node_rank": 0, "base_gpu_id": 0, "gpu_id_step": 1}
-    return SimpleNamespace(device="cuda", **{**one, **given})
-
-
-def test_a_gpu_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    capabilities = [(9, 0), (7, 5), (9, 0)]
-    monkeypatch.setattr("torch.cuda.device_count", lambda: len(capabilities))
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capabilities[device.index])
-    config = config_of(K3_SIZES)
-    says = (
-        "On GPU 1 .* sm_80 or newer, got sm_75. Use another GPU or model, --device cpu, or K3PLUGIN_KERNELS=reference"
-    )
-    for taken in (
-        {"tp_size": 2},
-        {"base_gpu_id": 1},
-        {"tp_size": 4, "nnodes": 2, "node_rank": 1},
-        {"pp_size": 2, "gpu_id_step": 2},
-    ):
-        with pytest.raises(K3Error, match=says):
-            refuse_without_kernels(ranks(**taken), config)
-    for taken in ({}, {"base_gpu_id": 2}, {"tp_size": 2, "gpu_id_step": 2}):
-        refuse_without_kernels(ranks(**taken), config)
-    monkeypatch.setenv("K3PLUGIN_KERNELS", "reference")
-    refuse_without_kernels(ranks(tp_size=2), config)
-
-
-@pytest.mark.parametrize("preset", [*PRESETS, *GPU_PRESETS])
-def test_what_is_tested_on_a_gpu_has_all_its_kernels(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one_gpu(monkeypatch)
-    sizes = (PRESETS | GPU_PRESETS)[preset]
-    refuse_without_kernels(ranks(), config_of(sizes))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        ({"kda_head_dim": 256}, "no kernel for kda_decode, which takes K up to 128, got 256"),
-        ({"kv_lora_rank": 1024}, "no kernel for mla_decode, which takes D up to 576, got 1088"),
-        ({"v_head_dim": 256}, "no kernel for mla_prefill, which takes V up to 128, got 256"),
-    ],
-)
-def test_head_sizes_without_kernels_are_refused_on_a_gpu(
-    sizes: dict[str, int], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one_gpu(monkeypatch)
-    config = config_of(dataclasses.replace(K3_SIZES, **sizes))
-    with pytest.raises(K3Error, match=says):
-        refuse_without_kernels(ranks(), config)
-    on_cpu = ranks()
-    on_cpu.device = "cpu"
-    refuse_without_kernels(on_cpu, config)
-
-
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-
-
-def test_a_gpu_that_is_not_there_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(K3Error, match="--device cuda needs a GPU, and torch finds none. Leave it out, or give --dev"):
-        start(checkpoint, device="cuda")
-
-
 def test_what_the_host_refuses_is_one_line_too(checkpoint: Path) -> None:
     with pytest.raises(K3Error, match="SGLang refuses these arguments: --mamba-cache-philox-rounds must be non-neg"):
         start(checkpoint, device="cpu", mamba_cache_philox_rounds=-1)
@@ -357,34 +286,6 @@ def test_graphs_up_to_the_requests_that_run_at_once(given: dict[str, object], la
 def test_a_graph_larger_than_the_pool_is_refused(asked: dict[str, object]) -> None:
     with pytest.raises(K3Error, match=r"graphs of 17 requests, but --max-running-requests .*16 at once. Ask for 16"):
         set_graph_defaults(graph_arguments(max_running_requests=16, **asked), on_cpu=False)
-
-
-def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
-    config = config_of(K3_SIZES)
-    args = SimpleNamespace(
-        **{"device": "cuda", "dtype": "bfloat16", "mamba_ssm_dtype": "float32", "mem_fraction_static": 0.9},
-        **{"max_mamba_cache_size": None, "max_total_tokens": None, "chunked_prefill_size": 8192},
-        **{"tp_size": 8, "dp_size": 1, "pp_size": 1, "radix_cache_backend": "k3"},
-    )
-    h200 = 143771 * 2**20
-    with pytest.raises(K3Error) as refused:
-        refuse_what_does_not_fit(args, config, h200)
-    numbers = re.fullmatch(
-        r"The model does not fit: it needs ([\d.]+) GB on each GPU: ([\d.]+) of weights, ([\d.]+) of 4 states, "
-        r"([\d.]+) of 8192 cached tokens, but --mem-fraction-static 0.9 of this GPU's 150.8 GB is 135.7. "
-        r"Spread it over (\d+) GPUs or more with --tp-size and --pp-size.",
-        str(refused.value),
-    )
-    assert numbers is not None, refused.value
-    total, *parts, gpus = (float(number) for number in numbers.groups())
-    assert sum(parts) == pytest.approx(total, abs=0.2) and 135.7 < total < 250
-    refuse_what_does_not_fit(args, config, None)  # nobody knows
-    args.tp_size = 32
-    assert gpus <= 32 and 96 % gpus == 0, "a number over which the heads can be split"
-    refuse_what_does_not_fit(args, config, h200)
-    args.max_total_tokens = 10**9
-    with pytest.raises(K3Error, match="Ask for fewer with --max-mamba-cache-size and --max-total-tokens"):
-        refuse_what_does_not_fit(args, config, h200)
 
 
 def test_every_refusal_names_a_field_whose_default_works() -> None:
