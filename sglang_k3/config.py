@@ -193,7 +193,8 @@ def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
     """A parsed ``config.json`` with some values replaced, objects merged key by key.
 
     Raises:
-        ConfigError: a top-level key that the file does not have; most keys belong under ``text_config``.
+        ConfigError: a top-level key that the file does not have, since most keys belong under ``text_config``; or
+            one that makes another model of it.
     """
     unknown = sorted(set(overrides) - set(config))
     if unknown:
@@ -201,7 +202,14 @@ def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
             f"--json-model-override-args: config.json has no {', '.join(unknown)} at the top. "
             'Keys of the language model go under text_config: {"text_config": {...}}.'
         )
-    return _merged(config, overrides)
+    merged = _merged(config, overrides)
+    for key in ("architectures", "model_type"):
+        if merged.get(key) != config.get(key):
+            raise ConfigError(
+                f"--json-model-override-args: {key} {merged[key]!r} would make another model of this one, which is "
+                f"{config.get(key)!r}. Leave it out."
+            )
+    return merged
 
 
 def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,8 +249,8 @@ class _Reader:
 
     def number(self, key: str, default: Any = None) -> float:
         value = self._get(key, _REQUIRED if default is None else default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"{self.where}.{key} = {value!r} is not a number.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ConfigError(f"{self.where}.{key} = {value!r} is not a finite number.")
         return float(value)
 
     def number_or_null(self, key: str) -> float | None:

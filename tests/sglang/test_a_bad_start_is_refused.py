@@ -288,6 +288,12 @@ def test_a_graph_larger_than_the_pool_is_refused(asked: dict[str, object]) -> No
         set_graph_defaults(graph_arguments(max_running_requests=16, **asked), on_cpu=False)
 
 
+@pytest.mark.parametrize("asked", [{"cuda_graph_max_bs_decode": 0}, {"cuda_graph_bs_decode": [4, 0]}])
+def test_a_graph_of_no_request_is_refused(asked: dict[str, object]) -> None:
+    with pytest.raises(K3Error, match=r"of 1 request or more\. For none give --cuda-graph-backend-decode disabled"):
+        set_graph_defaults(graph_arguments(**asked), on_cpu=False)
+
+
 def test_every_refusal_names_a_field_whose_default_works() -> None:
     from sglang.srt.server_args import ServerArgs
 

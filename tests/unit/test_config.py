@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -195,9 +196,9 @@ def test_a_size_is_at_least_one(key: str, published_config: Json) -> None:
 
 
 @pytest.mark.parametrize("key", ["rms_norm_eps", "activation_situ_beta", "linear_attn_config.gate_lower_bound"])
-@pytest.mark.parametrize("value", [True, "1e-5", [1.0]], ids=repr)
-def test_a_number_is_a_number(key: str, value: Any, published_config: Json) -> None:
-    message = rf"text_config.{re.escape(key)} = {re.escape(repr(value))} is not a number"
+@pytest.mark.parametrize("value", [True, "1e-5", [1.0], math.nan, math.inf], ids=repr)
+def test_a_number_is_a_finite_number(key: str, value: Any, published_config: Json) -> None:
+    message = rf"text_config.{re.escape(key)} = {re.escape(repr(value))} is not a finite number"
     with pytest.raises(ConfigError, match=message):
         K3Config.from_dict(changed(published_config, f"text_config.{key}", value))
 
@@ -394,3 +395,12 @@ def test_an_override_may_replace_an_object_by_null(published_config: Json) -> No
 def test_an_override_of_an_unknown_key_is_refused(published_config: Json) -> None:
     with pytest.raises(ConfigError, match="no hidden_act, v_head_dim at the top.*under text_config"):
         with_overrides(published_config, {"v_head_dim": 64, "hidden_act": "silu"})
+
+
+@pytest.mark.parametrize("key", ["architectures", "model_type"])
+def test_an_override_makes_no_other_model(key: str, published_config: Json) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{key} 'other' would make another model of this one, which is .*Leave it out"
+    ):
+        with_overrides(published_config, {key: "other"})
+    assert with_overrides(published_config, {key: published_config[key]}) == published_config
