@@ -53,7 +53,7 @@ for job in map(json.loads, jobs):
     ("capability", "kib"),
     [
         (90, 227),
-        (89, 99),  # the least
+        pytest.param(89, 99, marks=pytest.mark.full),  # the least
         pytest.param(80, 163, marks=pytest.mark.full),
         pytest.param(120, 99, marks=pytest.mark.full),
     ],

@@ -74,7 +74,7 @@ with slice_model.one_process():
 """
 
 
-@pytest.mark.parametrize("preset", ["gpu", "odd"])
+@pytest.mark.parametrize("preset", ["gpu", pytest.param("odd", marks=pytest.mark.full)])
 def test_of_prompts_of_any_lengths_that_come_together(preset: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, preset, str(Path(__file__).parents[2])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -14,7 +14,7 @@ from sglang_k3.testing.server import ServerProcess, sglang_command
 from tests.kit.configurations import DEVICE_FLAGS, Configuration
 from tests.kit.parity import Oracle, assert_parity, generate, prompt_ids
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 SOURCE = Configuration("foreign", preset="odd", experts="bf16")
 
 
