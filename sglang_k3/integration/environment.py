@@ -18,12 +18,11 @@ _ours: dict[str, str] = {}
 
 
 def set_for_k3(*, run_dtype: str, device: str, tp_size: int, pp_size: int) -> None:
-    """Set what the host reads for a K3 server.
+    """Set what the host reads for a K3 server, after ``clear``.
 
     Raises:
         ConfigError: another package claims the place where the host looks for model classes.
     """
-    clear()
     package = os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE", MODEL_PACKAGE)
     if package != MODEL_PACKAGE:
         raise ConfigError(

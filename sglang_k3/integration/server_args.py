@@ -56,8 +56,8 @@ class K3ServerArgs(ServerArgs):
 
     def __post_init__(self) -> None:
         self.is_k3 = is_k3(self.model_path)
+        environment.clear()  # the host reads it from here on
         if not self.is_k3:
-            environment.clear()
             self._resolve_as_another_model()
             return
         ServeOptions.from_server_args(self)

@@ -334,13 +334,16 @@ def test_the_environment_of_one_server_does_not_reach_the_next(
         "SGLANG_MAMBA_CONV_DTYPE",
         "SGLANG_EXTERNAL_MODEL_PACKAGE",
         "OMP_NUM_THREADS",
+        "SGLANG_CPU_OMP_THREADS_BIND",
     )
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    K3ServerArgs(model_path=str(checkpoint), device="cpu", dtype="bfloat16")
+    alone = start(checkpoint, device="cpu").mem_fraction_static
+    start(checkpoint, device="cpu", dtype="bfloat16", **DP2)
     assert os.environ["SGLANG_MAMBA_CONV_DTYPE"] == "bfloat16"
-    K3ServerArgs(model_path=str(checkpoint), device="cpu")
+    after = start(checkpoint, device="cpu")
     assert os.environ["SGLANG_MAMBA_CONV_DTYPE"] == "float32"
+    assert after.mem_fraction_static == alone, "the host sizes a server whose cores are bound otherwise"
     K3ServerArgs(model_path=str(write_llama(tmp_path / "llama")), device="cpu")
     assert not set(names) & os.environ.keys()
 
