@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -202,14 +203,20 @@ def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
             f"--json-model-override-args: config.json has no {', '.join(unknown)} at the top. "
             'Keys of the language model go under text_config: {"text_config": {...}}.'
         )
-    merged = _merged(config, overrides)
-    for key in ("architectures", "model_type"):
-        if merged.get(key) != config.get(key):
+    _refuse_another_model(config, overrides)
+    return _merged(config, overrides)
+
+
+def _refuse_another_model(values: Mapping[str, Any], overrides: Mapping[str, Any], where: str = "") -> None:
+    for key, value in overrides.items():
+        old = values.get(key)
+        if key in ("architectures", "model_type") and value != old:
             raise ConfigError(
-                f"--json-model-override-args: {key} {merged[key]!r} would make another model of this one, which is "
-                f"{config.get(key)!r}. Leave it out."
+                f"--json-model-override-args: {where}{key} {value!r} would make another model of this one, which has "
+                f"{old!r}. Leave it out."
             )
-    return merged
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            _refuse_another_model(old, value, f"{where}{key}.")
 
 
 def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +256,7 @@ class _Reader:
 
     def number(self, key: str, default: Any = None) -> float:
         value = self._get(key, _REQUIRED if default is None else default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
             raise ConfigError(f"{self.where}.{key} = {value!r} is not a finite number.")
         return float(value)
 

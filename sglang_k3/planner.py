@@ -30,7 +30,7 @@ class Ranks:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the fullest rank.
+    """Bytes on one rank.
 
     Attributes:
         num_states, num_tokens: how many recurrent states and latent rows there are room for.
@@ -53,12 +53,13 @@ class MemoryPlan:
         )
 
 
-def plan_memory(
+def plan_stages(
     config: K3Config, ranks: Ranks, *, num_states: int, num_tokens: int, itemsize: int = 2, state_itemsize: int = 4
-) -> MemoryPlan:
-    """The plan of the fullest stage.
+) -> list[MemoryPlan]:
+    """The plan of a rank of each pipeline stage.
 
     Args:
+        num_states, num_tokens: of the pools of a rank.
         itemsize: bytes of an element of the run dtype.
         state_itemsize: bytes of an element of a recurrent state.
     """
@@ -81,7 +82,7 @@ def plan_memory(
                 num_tokens=num_tokens,
             )
         )
-    return max(plans, key=lambda plan: plan.total)
+    return plans
 
 
 def _weights(config: K3Config, ranks: Ranks, layers: range, itemsize: int) -> int:

@@ -296,7 +296,8 @@ def _check_context(args: K3ServerArgs, config: K3Config) -> None:
     longest = config.max_position_embeddings
     if longest < LEAST_TOKENS:
         raise ConfigError(
-            f"max_position_embeddings {longest} leaves no room for a request. Set {LEAST_TOKENS} at least."
+            f"text_config.max_position_embeddings = {longest} leaves no room for a request: {LEAST_TOKENS} tokens are "
+            "needed. Correct config.json or --json-model-override-args."
         )
     if (args.context_length or 0) > longest and not envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get():
         raise ConfigError(

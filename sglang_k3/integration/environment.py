@@ -18,7 +18,7 @@ _ours: dict[str, str] = {}
 
 
 def set_for_k3(*, run_dtype: str, device: str, tp_size: int, pp_size: int) -> None:
-    """Set what the host reads for a K3 server, after ``clear``.
+    """Set what the host reads for a K3 server; an earlier one's is cleared before the host resolves the arguments.
 
     Raises:
         ConfigError: another package claims the place where the host looks for model classes.

@@ -20,7 +20,7 @@ def set_graph_defaults(args: K3ServerArgs, *, on_cpu: bool) -> None:
     """Settle which steps are captured, before the host resolves its own defaults.
 
     Raises:
-        ConfigError: graphs are asked for on a CPU, for more requests than the server takes at once, or for none.
+        ConfigError: graphs are asked for on a CPU, or for more requests than the server takes at once.
     """
     if on_cpu:
         for field in ASKED:
@@ -32,8 +32,6 @@ def set_graph_defaults(args: K3ServerArgs, *, on_cpu: bool) -> None:
         return
     args.disable_prefill_cuda_graph = True
     running, largest = args.max_running_requests, largest_asked(args)
-    if largest is not None and min(args.cuda_graph_bs_decode or (largest,)) < 1:
-        raise ConfigError("A graph is of 1 request or more. For none give --cuda-graph-backend-decode disabled.")
     if running is not None:
         running //= args.dp_size
         refuse_larger_than_pool(largest, running, "--max-running-requests leaves a rank")

@@ -47,16 +47,25 @@ def is_k3(model_path: str) -> bool:
 
 
 def refuse_no_model(model_path: str) -> None:
-    """Refuse a local path that leads to no model of anybody's, of which the host says what it lacks to run some other.
+    """Refuse a local path with no model at all, of which the host would say that it lacks an accelerator, or ask the
+    hub. A folder with other JSON files is left to it: some layouts have no ``config.json``, but a ``params.json``.
 
     Raises:
-        ConfigError: it does not exist and cannot be the name of a repository, or is a folder without a config.
+        ConfigError: nothing is there and it cannot be the name of a repository, or it is a folder whose
+            ``config.json`` is missing or broken.
     """
     path = Path(model_path)
-    if not path.exists() and model_path.startswith(("/", ".", "~")):
+    if not path.exists() and model_path.startswith("~"):
+        raise ConfigError(f"No shell has expanded the ~ of {model_path}. Write {path.expanduser()}.")
+    if not path.exists() and model_path.startswith(("/", ".")):
         raise ConfigError(f"There is no {model_path}. Give a checkpoint folder that exists, {ALIAS} or {TINY_ALIAS}.")
     if path.is_dir() and ((path / "config.json").exists() or not any(path.glob("*.json"))):
         read_config(path)
+
+
+def is_on_this_machine(model_path: str) -> bool:
+    """Whether a folder, a file or a repository in the hub's cache says what model it is."""
+    return Path(model_path).exists() or _cached_config(model_path) is not None
 
 
 def _cached_config(repository: str) -> Path | None:

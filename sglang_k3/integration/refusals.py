@@ -137,6 +137,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "decode steps are captured whole and prompts never, so that a few flags say all there is to say",
         "Use --cuda-graph-backend-decode, --cuda-graph-max-bs-decode or --cuda-graph-bs-decode.",
     ),
+    *(
+        Refusal(
+            field,
+            lambda sizes: sizes is None or min(sizes if isinstance(sizes, list) else [sizes], default=1) >= 1,
+            "a graph is of 1 request or more",
+            "Leave the flag out, or give --cuda-graph-backend-decode disabled instead for no graphs.",
+        )
+        for field in ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode")
+    ),
     Refusal("cuda_graph_backend_decode", _only(None, "full", "disabled"), "a decode step is captured whole or not"),
     *(
         Refusal(field, _only(None, False, "disabled"), "prompts are not captured")

@@ -4,7 +4,6 @@ For any other model it behaves as the host's own class does.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any, get_args
 
 from sglang.srt.arg_groups.arg_utils import A, Arg
@@ -16,7 +15,7 @@ from sglang_k3.integration import environment
 from sglang_k3.integration.defaults import fill_defaults, prepare_model, settle_chunk
 from sglang_k3.integration.graphs import largest_asked
 from sglang_k3.integration.machine import refuse_what_it_cannot_serve
-from sglang_k3.integration.names import is_k3, refuse_no_model
+from sglang_k3.integration.names import is_k3, is_on_this_machine, refuse_no_model
 from sglang_k3.integration.refusals import PREFIX_CACHE
 from sglang_k3.mem.policy_names import PolicyName
 from sglang_k3.options import LatentNormEps, ServeOptions
@@ -56,9 +55,12 @@ class K3ServerArgs(ServerArgs):
 
     def __post_init__(self) -> None:
         self.is_k3 = is_k3(self.model_path)
-        environment.clear()  # the host reads it from here on
+        # The host reads these variables as it resolves the arguments: an earlier server's must be gone by then.
+        environment.clear()
         if not self.is_k3:
+            refuse_no_model(self.model_path)
             self._resolve_as_another_model()
+            self._refuse_k3_in_disguise()
             return
         ServeOptions.from_server_args(self)
         prepare_model(self)
@@ -84,17 +86,28 @@ class K3ServerArgs(ServerArgs):
         return self.radix_cache_backend != PREFIX_CACHE and super().enable_mamba_extra_buffer()
 
     def _resolve_as_another_model(self) -> None:
-        """A repository that nobody has downloaded yet is known by its name alone, until the host has its config."""
-        refuse_no_model(self.model_path)
+        """Let the host resolve what is not known to be a K3 model.
+
+        Raises:
+            ConfigError: the host finds no accelerator for a name that is nowhere here. It may be that of a K3 model,
+                which needs none.
+        """
         try:
             super().__post_init__()
         except RuntimeError as error:
-            if Path(self.model_path).exists():
+            if self.device is not None or is_on_this_machine(self.model_path):
                 raise
             raise ConfigError(
-                f"{self.model_path} is no folder here and was not downloaded before, so it is not known to be a K3 "
-                f"model, and of others SGLang says: {error} If it is one, download it and pass its folder."
+                f"There is no folder {self.model_path}, and no such repository was downloaded before, so that it is "
+                f"taken for another model than K3: {error} If it is a K3 model, download it and give its folder."
             ) from error
+
+    def _refuse_k3_in_disguise(self) -> None:
+        """A repository that nobody has downloaded yet is known by its name alone, until the host has its config.
+
+        Raises:
+            ConfigError: it is a K3, and the host has resolved the arguments for another model.
+        """
         config = getattr(getattr(self, "model_config", None), "hf_config", None)
         if ARCHITECTURE in (getattr(config, "architectures", None) or ()):
             raise ConfigError(

@@ -52,7 +52,7 @@ for job in map(json.loads, jobs):
 @pytest.mark.parametrize(
     ("capability", "kib"),
     [
-        (90, 227),
+        (90, 227),  # in CI because it is the one that we run on
         pytest.param(89, 99, marks=pytest.mark.full),  # the least
         pytest.param(80, 163, marks=pytest.mark.full),
         pytest.param(120, 99, marks=pytest.mark.full),

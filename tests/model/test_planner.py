@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_k3.models.text.decoder_layer import KimiDecoderLayer
-from sglang_k3.planner import Ranks, plan_memory
+from sglang_k3.planner import Ranks, plan_stages
 from tests.model.harness import Rank, run_dtype, state_of, tiny_k3
 
 pytestmark = pytest.mark.sglang
@@ -28,30 +28,31 @@ def test_weights_of_a_rank(preset: str, experts: str, tp_size: int, ep_size: int
         ]
     held = sum(tensor.nbytes for layer in layers for tensor in state_of(layer).values())
     ranks = Ranks(tp_size, stages=((inner.start, inner.stop),))
-    assert plan_memory(config, ranks, num_states=0, num_tokens=0, itemsize=dtype.itemsize).weights == held
+    (plan,) = plan_stages(config, ranks, num_states=0, num_tokens=0, itemsize=dtype.itemsize)
+    assert plan.weights == held
 
 
 def test_the_whole_model() -> None:
     tiny = tiny_k3()
     held = sum(tensor.nbytes for tensor in state_of(tiny.build()).values())
-    assert plan_memory(tiny.config, Ranks(), num_states=0, num_tokens=0, itemsize=4).weights == held
+    (plan,) = plan_stages(tiny.config, Ranks(), num_states=0, num_tokens=0, itemsize=4)
+    assert plan.weights == held
 
 
-def test_stages_share_the_layers_and_the_fullest_one_counts() -> None:
+def test_stages_share_the_layers() -> None:
     config = tiny_k3().config
     sizes = {"num_states": 10, "num_tokens": 1000}
-    whole = plan_memory(config, Ranks(), **sizes)
-    halves = [plan_memory(config, Ranks(stages=(stage,)), **sizes) for stage in ((0, 5), (5, 9))]
+    (whole,) = plan_stages(config, Ranks(), **sizes)
+    stages = plan_stages(config, Ranks(stages=((0, 5), (5, 9))), **sizes)
+    assert len(stages) == 2
     for part in ("weights", "states", "latent_rows"):
-        assert sum(getattr(plan, part) for plan in halves) == getattr(whole, part)
-    fullest = plan_memory(config, Ranks(stages=((0, 5), (5, 9))), **sizes)
-    assert fullest == max(halves, key=lambda plan: plan.total)
+        assert sum(getattr(plan, part) for plan in stages) == getattr(whole, part)
 
 
 def test_states_and_rows_are_those_of_the_pools() -> None:
     config = tiny_k3().config
     kda, mla = config.kda, config.mla
-    plan = plan_memory(config, Ranks(), num_states=3, num_tokens=7, itemsize=2, state_itemsize=4)
+    (plan,) = plan_stages(config, Ranks(), num_states=3, num_tokens=7, itemsize=2, state_itemsize=4)
     state = 4 * kda.num_heads * kda.head_dim**2 + 2 * 3 * (kda.short_conv_kernel_size - 1) * kda.width
     assert plan.states == 3 * len(config.kda_layers) * state
     assert plan.latent_rows == 7 * len(config.full_attention_layers) * 2 * (mla.kv_lora_rank + mla.qk_rope_head_dim)

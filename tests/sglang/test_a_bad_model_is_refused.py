@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from sglang_k3.errors import K3Error
 from sglang_k3.integration.names import refuse_no_model
+from tests.kit.llama import write_llama
 from tests.kit.start import edit_config, edit_tensor, start
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("plugin")]
@@ -48,7 +48,7 @@ def test_a_misspelt_name_is_refused() -> None:
         start("kimi-k3-tinny")
 
 
-@pytest.mark.parametrize("path", ["/no/where", "./nowhere", "../nowhere", "~/nowhere"])
+@pytest.mark.parametrize("path", ["/no/where", "./nowhere", "../nowhere"])
 def test_a_path_that_does_not_exist_is_refused(path: str) -> None:
     with pytest.raises(K3Error, match=f"There is no {re.escape(path)}. Give a checkpoint folder that exists, kimi-k3"):
         start(path)
@@ -74,7 +74,41 @@ def test_a_folder_of_another_layout_is_left_to_the_host(tmp_path: Path) -> None:
     refuse_no_model(str(tmp_path))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the host asks the hub for it")
+def test_a_home_that_no_shell_has_expanded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(K3Error, match=rf"No shell has expanded the ~ of ~/k3\. Write {tmp_path}/k3\."):
+        start("~/k3")
+
+
+@pytest.fixture
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise RuntimeError("No accelerator.")
+
+    monkeypatch.setattr("sglang.srt.server_args.get_device", none)
+
+
+@pytest.mark.usefixtures("no_accelerator")
 def test_a_name_that_may_be_a_folder_misspelt_is_refused() -> None:
-    with pytest.raises(K3Error, match=r"out/k3 is no folder here .*No accelerator.*download it and pass its folder"):
+    with pytest.raises(K3Error, match=r"There is no folder out/k3, .*: No accelerator\. If it is a K3 model, download"):
         start("out/k3")
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_of_a_model_that_is_known_to_be_another_the_host_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama = write_llama(tmp_path / "llama")
+    monkeypatch.setattr("sglang_k3.integration.names.try_to_load_from_cache", lambda *_: str(llama / "config.json"))
+    for model in (str(llama), "somebody/llama"):
+        with pytest.raises(RuntimeError, match=r"^No accelerator\.$"):
+            start(model)
+
+
+def test_what_the_host_says_of_another_model_later_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("CUDA is out of order.")
+
+    monkeypatch.setattr("sglang.srt.server_args.ServerArgs._handle_missing_default_values", broken)
+    with pytest.raises(RuntimeError, match=r"^CUDA is out of order\.$"):
+        start("somebody/llama", device="cuda")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang.srt.plugins import load_plugins
 from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
 from xgrammar import TokenizerInfo, VocabType
 
@@ -18,16 +17,11 @@ from sglang_k3.host.tokenizer import KimiK3TokenizerFast
 from sglang_k3.testing.tiny import write_tiny
 from tests.kit.llama import write_llama
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("plugin")]
 
 TOKENS = [*(bytes([byte]) for byte in range(256)), b"he", b"ll", b"hell", b"hello", "\u4f60".encode()]
 OPEN, END_OF_MESSAGE = len(TOKENS) + 3, len(TOKENS) + 2
 CONTEXT_LENGTH = 4096
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugin() -> None:
-    load_plugins()
 
 
 def write_published(folder: Path, architecture: str = ARCHITECTURE) -> Path:

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_k3.config import K3Config
 from sglang_k3.errors import K3Error
-from sglang_k3.integration.machine import refuse_what_does_not_fit, refuse_without_kernels
+from sglang_k3.integration.machine import refuse_missing_gpus, refuse_what_does_not_fit, refuse_without_kernels
 from sglang_k3.testing.presets import GPU_PRESETS, K3_SIZES, PRESETS, TinyPreset, published_config
 from tests.kit.start import start
 
@@ -24,8 +24,16 @@ def config_of(sizes: TinyPreset) -> K3Config:
 
 
 def ranks(**given: object) -> SimpleNamespace:
-    one = {"tp_size": 1, "pp_size": 1, "nnodes": 1, "node_rank": 0, "base_gpu_id": 0, "gpu_id_step": 1}
-    return SimpleNamespace(device="cuda", **{**one, **given})
+    one = {
+        "device": "cuda",
+        "tp_size": 1,
+        "pp_size": 1,
+        "nnodes": 1,
+        "node_rank": 0,
+        "base_gpu_id": 0,
+        "gpu_id_step": 1,
+    }
+    return SimpleNamespace(**{**one, **given})
 
 
 def test_a_gpu_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +100,7 @@ def sizes_of(**given: object) -> SimpleNamespace:
     eight = {
         **{"device": "cuda", "dtype": "bfloat16", "mamba_ssm_dtype": "float32", "mem_fraction_static": 0.9},
         **{"max_mamba_cache_size": None, "max_total_tokens": None, "chunked_prefill_size": 8192},
-        **{"tp_size": 8, "dp_size": 1, "pp_size": 1, "radix_cache_backend": "k3"},
+        **{"tp_size": 8, "dp_size": 1, "pp_size": 1, "nnodes": 1, "node_rank": 0, "radix_cache_backend": "k3"},
     }
     return SimpleNamespace(**{**eight, **given})
 
@@ -120,21 +128,72 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
         refuse_what_does_not_fit(args, config, H200)
 
 
-def test_ranks_on_a_cpu_share_the_memory_of_the_machine() -> None:
+def test_a_model_that_does_not_fit_however_few_are_asked_for_needs_more_gpus() -> None:
+    args = sizes_of(max_mamba_cache_size=1000, max_total_tokens=10**7)
+    with pytest.raises(K3Error, match=r"of 1000 states, .* of 10000000 cached tokens, .*\. Spread it over"):
+        refuse_what_does_not_fit(args, config_of(K3_SIZES), H200)
+
+
+ALONE = {"device": "cpu", "tp_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "machine_gb", "says"),
+    [
+        (
+            ALONE,
+            1500,
+            r"it needs 156\d\.\d GB on each rank: .*, but this machine has 1500\.0 GB\. Take a machine with more",
+        ),
+        (
+            {**ALONE, "max_total_tokens": 10**7},
+            1600,
+            r"but this machine has 1600\.0 GB\. Ask for fewer with --max-mamba",
+        ),
+        ({**ALONE, "max_total_tokens": 10**7}, 64, r"but this machine has 64\.0 GB\. Take a machine with more memory"),
+        ({**ALONE, "tp_size": 2}, 1500, r"cached tokens, 157\d\.\d GB for the 2 ranks here, but this machine has"),
+        ({**ALONE, "pp_size": 2}, 1500, r"cached tokens, 156\d\.\d GB for the 2 ranks here, but this machine has"),
+    ],
+    ids=["one rank", "pool", "both", "ranks", "stages"],
+)
+def test_ranks_on_a_cpu_share_the_memory_of_the_machine(given: dict[str, object], machine_gb: int, says: str) -> None:
     """Whose remedy is not more of them."""
-    config, machine = config_of(K3_SIZES), 64e9
-    with pytest.raises(K3Error, match=r"but this machine's 64\.0 GB, divided by the ranks, is 32\.0\. Take a machine"):
-        refuse_what_does_not_fit(sizes_of(device="cpu", tp_size=2), config, machine)
-    small = config_of(PRESETS["default"])
-    args = sizes_of(device="cpu", tp_size=2, max_total_tokens=10**9)
-    with pytest.raises(K3Error, match="Ask for fewer with --max-mamba-cache-size and --max-total-tokens"):
-        refuse_what_does_not_fit(args, small, machine)
-    refuse_what_does_not_fit(sizes_of(device="cpu", tp_size=2), small, machine)
+    with pytest.raises(K3Error, match=says):
+        refuse_what_does_not_fit(sizes_of(**given), config_of(K3_SIZES), machine_gb * 1e9)
 
 
-def test_a_pool_larger_than_this_machine_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(K3Error, match=r"The model does not fit: .* of 1000000000000 cached tokens, but this machine's"):
+@pytest.mark.parametrize(
+    ("given", "machine_gb"),
+    [(ALONE, 1600), ({**ALONE, "pp_size": 2}, 1600), ({**ALONE, "tp_size": 2, "nnodes": 2, "node_rank": 1}, 1000)],
+)
+def test_what_fits_a_machine_is_served(
+    given: dict[str, object], machine_gb: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages may be unequal, and ranks on other machines take nothing of this one."""
+    monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "23,70" if "pp_size" in given else "93")
+    refuse_what_does_not_fit(sizes_of(**given), config_of(K3_SIZES), machine_gb * 1e9)
+
+
+def test_a_pool_larger_than_this_machine_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever GPU it has beside."""
+    monkeypatch.setattr("sglang_k3.integration.machine.get_device_memory_capacity", lambda device: 10**12)
+    with pytest.raises(
+        K3Error, match=r"The model does not fit: .* of 1000000000000 cached tokens, but this machine has"
+    ):
         start(checkpoint, device="cpu", max_total_tokens=10**12)
+
+
+@pytest.mark.parametrize(("limit", "fits"), [("max", True), (str(2**40), True), ("1000000", False)])
+def test_a_container_has_less_than_its_machine(
+    checkpoint: Path, tmp_path: Path, limit: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr("sglang_k3.integration.machine.CGROUP_LIMIT", tmp_path / "memory.max")
+    if fits:
+        start(checkpoint, device="cpu")
+    else:
+        with pytest.raises(K3Error, match=r"but this machine has 0\.0 GB"):
+            start(checkpoint, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -149,8 +208,17 @@ def test_a_pool_larger_than_this_machine_is_refused(checkpoint: Path) -> None:
 def test_gpus_that_are_not_there_are_refused(
     given: dict[str, int], takes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("K3PLUGIN_KERNELS", "reference")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(K3Error, match=f"ranks of this machine take GPUs {takes}, but torch finds 2, numbered from"):
-        refuse_without_kernels(ranks(**given), config_of(K3_SIZES))
-    refuse_without_kernels(ranks(tp_size=4, nnodes=2, node_rank=1), config_of(K3_SIZES))
+    says = (
+        f"ranks of this machine take GPUs {takes}, but torch finds 2, numbered from zero. Lower --tp-size, --pp-size, "
+        r"--base-gpu-id or --gpu-id-step, show it more of them \(CUDA_VISIBLE_DEVICES\), or spread .* with --nnodes"
+    )
+    with pytest.raises(K3Error, match=says):
+        refuse_missing_gpus(ranks(**given))
+
+
+def test_gpus_that_are_there_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for given in ({}, {"tp_size": 2}, {"base_gpu_id": 1}, {"tp_size": 4, "nnodes": 2, "node_rank": 1}):
+        refuse_missing_gpus(ranks(**given))
+    refuse_missing_gpus(ranks(device="cpu", tp_size=4))

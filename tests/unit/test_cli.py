@@ -101,6 +101,7 @@ def test_doctor_finds_nothing_wrong_here(capsys: pytest.CaptureFixture[str], sou
     assert f"sglang    {compat.host_version()} (supported: {compat.SUPPORTED})" in out
     for op in OPS:
         assert re.search(rf"^  {op} +(reference|triton)", out, re.MULTILINE)
+    assert "seams     all in place: " in out
     assert "No problem found" in out
 
 
@@ -122,7 +123,7 @@ def test_doctor_reports_a_broken_seam(
 ):
     monkeypatch.setattr(verify, "check_seams", lambda: ["seam 'CPU': sglang.x is not there."])
     code, out, _ = run(capsys, "doctor")
-    assert code == 1
+    assert code == 1 and "seams     not all in place, see the end: " in out
     assert re.search(
         r"^PROBLEM   seam 'CPU': sglang\.x is not there\. .*pip install --force-reinstall", out, re.MULTILINE
     )
