@@ -54,13 +54,21 @@ class MemoryPlan:
 
 
 def plan_stages(
-    config: K3Config, ranks: Ranks, *, num_states: int, num_tokens: int, itemsize: int = 2, state_itemsize: int = 4
+    config: K3Config,
+    ranks: Ranks,
+    *,
+    num_states: int,
+    num_tokens: int,
+    itemsize: int = 2,
+    row_itemsize: int = 2,
+    state_itemsize: int = 4,
 ) -> list[MemoryPlan]:
     """The plan of a rank of each pipeline stage.
 
     Args:
         num_states, num_tokens: of the pools of a rank.
         itemsize: bytes of an element of the run dtype.
+        row_itemsize: bytes of an element of a latent row.
         state_itemsize: bytes of an element of a recurrent state.
     """
     stages = ranks.stages or ((0, config.num_hidden_layers),)
@@ -77,7 +85,7 @@ def plan_stages(
             MemoryPlan(
                 weights=_weights(config, ranks, layers, itemsize),
                 states=num_states * kda * state,
-                latent_rows=num_tokens * mla * config.mla.latent_dim * itemsize,
+                latent_rows=num_tokens * mla * config.mla.latent_dim * row_itemsize,
                 num_states=num_states,
                 num_tokens=num_tokens,
             )

@@ -16,10 +16,11 @@ from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.environ import envs
 from sglang.srt.utils import get_device
 
+from sglang_k3.chat.tiktoken_file import FILE_NAME
 from sglang_k3.config import MXFP4_GROUP_SIZE, K3Config, with_overrides
 from sglang_k3.errors import ConfigError
 from sglang_k3.integration.graphs import set_graph_defaults
-from sglang_k3.integration.names import resolve
+from sglang_k3.integration.names import config_folder, resolve
 from sglang_k3.integration.refusals import ATTENTION_BACKEND, PARSER, PREFIX_CACHE, refuse_unsupported
 from sglang_k3.mem.limits import SLOTS_PER_REQUEST
 from sglang_k3.planner import STATES_PER_REQUEST
@@ -38,7 +39,7 @@ CPU_CHUNKED_PREFILL_TOKENS = 2048
 
 
 def prepare_model(args: K3ServerArgs) -> None:
-    """Follow the model's alias and hold a local checkpoint against its config.
+    """Follow the model's alias, hold a local checkpoint against its config, and look for a tokenizer.
 
     Raises:
         K3Error: the checkpoint or its config cannot be served.
@@ -51,6 +52,13 @@ def prepare_model(args: K3ServerArgs) -> None:
     overrides = _overrides(args)
     if Path(args.model_path).is_dir():
         audit_folder(Path(args.model_path), overrides)
+    tokenizer = Path(args.tokenizer_path or args.model_path)
+    is_there = any((tokenizer / name).exists() for name in ("tokenizer.json", FILE_NAME))
+    if tokenizer.is_dir() and not is_there and not args.skip_tokenizer_init:
+        raise ConfigError(
+            f"{tokenizer} has neither tokenizer.json nor {FILE_NAME}: add one of them, or name another folder with "
+            "--tokenizer-path."
+        )
 
 
 def fill_defaults(args: K3ServerArgs) -> None:
@@ -89,8 +97,8 @@ def fill_defaults(args: K3ServerArgs) -> None:
     set_graph_defaults(args, on_cpu=on_cpu)
     # The host's scheduler asks for work without a pause; on a CPU it would take a core from whoever has some.
     args.sleep_on_idle |= on_cpu
-    if Path(args.model_path).is_dir():
-        config = K3Config.from_dict(with_overrides(read_config(Path(args.model_path)), _overrides(args)))
+    if (folder := config_folder(args.model_path, args.revision)) is not None:
+        config = K3Config.from_dict(with_overrides(read_config(folder), _overrides(args)))
         check_splits(config, tp_size=args.tp_size, ep_size=args.ep_size, dp_size=args.dp_size)
         if args.enable_dp_attention and config.tie_word_embeddings and not args.enable_dp_lm_head:
             raise ConfigError(
@@ -133,6 +141,13 @@ def _check_nodes(args: K3ServerArgs) -> None:
             f"--nnodes {args.nnodes} must divide the {ranks} ranks of --tp-size {args.tp_size} and --pp-size "
             f"{args.pp_size}."
         )
+    if max(args.nnodes, args.pp_size) % min(args.nnodes, args.pp_size):
+        raise ConfigError(
+            f"--nnodes {args.nnodes} leaves ranks of --pp-size {args.pp_size} and --tp-size {args.tp_size} without a "
+            "machine: give as many whole stages to each machine, or as many ranks of one stage."
+        )
+    if args.nnodes > 1 and args.dist_init_addr is None:
+        raise ConfigError(f"--nnodes {args.nnodes} needs --dist-init-addr HOST:PORT, the same on each machine.")
     if args.node_rank >= args.nnodes:
         raise ConfigError(
             f"--node-rank {args.node_rank} is none of --nnodes {args.nnodes}: they are numbered from zero. Give "
@@ -230,9 +245,9 @@ def _device_of_this_machine() -> str:
 
 
 def _config_dtype(args: K3ServerArgs) -> str:
-    """The run dtype that a local ``config.json`` names, or the host's choice for a repository."""
-    folder = Path(args.model_path)
-    if not folder.is_dir():
+    """The run dtype that ``config.json`` names, or the host's choice where it is not here yet."""
+    folder = config_folder(args.model_path, args.revision)
+    if folder is None:
         return "auto"
     config = with_overrides(read_config(folder), _overrides(args))
     for values in (config, config["text_config"]):

@@ -129,14 +129,18 @@ def refuse_what_does_not_fit(args: K3ServerArgs, config: K3Config, device_bytes:
         return
     stages = [get_pp_indices(config.num_hidden_layers, rank, args.pp_size) for rank in range(args.pp_size)]
     ranks = Ranks(args.tp_size, args.dp_size, tuple(stages))
+    itemsize = 4 if args.dtype == "float32" else 2
     sizes = {
-        "itemsize": 4 if args.dtype == "float32" else 2,
+        "itemsize": itemsize,
+        "row_itemsize": {"auto": itemsize, "float32": 4}.get(args.kv_cache_dtype, 2),
         "state_itemsize": 2 if args.mamba_ssm_dtype in ("bfloat16", "float16") else 4,
     }
     num_states = states_per_request(args)
     num_tokens = max(args.chunked_prefill_size or 0, 0) or CPU_CHUNKED_PREFILL_TOKENS
     least = plan_stages(config, ranks, num_states=num_states, num_tokens=num_tokens, **sizes)
-    num_states, num_tokens = args.max_mamba_cache_size or num_states, args.max_total_tokens or num_tokens
+    if args.max_mamba_cache_size:
+        num_states = args.max_mamba_cache_size // args.dp_size  # which share it
+    num_tokens = args.max_total_tokens or num_tokens
     asked = plan_stages(config, ranks, num_states=num_states, num_tokens=num_tokens, **sizes)
     if args.device == "cpu":
         _refuse_more_than_the_machine(args, asked, least, device_bytes)

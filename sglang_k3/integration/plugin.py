@@ -28,7 +28,7 @@ def _refuse_k3(problem: str) -> None:
     original = host.ServerArgs.__post_init__
 
     def checked(self: Any) -> None:
-        if is_k3(self.model_path):
+        if is_k3(self.model_path, self.revision):
             sys.exit(f"sglang-k3: {problem}")
         original(self)
 

@@ -67,7 +67,7 @@ def _derive_model_shapes(original: Callable[..., None], model_config: Any) -> No
 
 def _load_tokenizer(original: Callable[..., Any], name: str, *args: Any, **options: Any) -> Any:
     """A class named in ``tokenizer_config.json``, which may be code of the checkpoint, outranks a registered one."""
-    if not is_k3(str(name)):
+    if not is_k3(str(name), options.get("tokenizer_revision") or options.get("revision")):
         return original(name, *args, **options)
     from sglang_k3.host.hf_config import K3HFConfig
     from sglang_k3.host.tokenizer import KimiK3TokenizerFast

@@ -15,7 +15,7 @@ from sglang_k3.integration import environment
 from sglang_k3.integration.defaults import fill_defaults, prepare_model, settle_chunk
 from sglang_k3.integration.graphs import largest_asked
 from sglang_k3.integration.machine import refuse_what_it_cannot_serve
-from sglang_k3.integration.names import is_k3, is_on_this_machine, refuse_no_model
+from sglang_k3.integration.names import ALIAS, TINY_ALIAS, is_k3, is_on_this_machine, refuse_no_model
 from sglang_k3.integration.refusals import PREFIX_CACHE
 from sglang_k3.mem.policy_names import PolicyName
 from sglang_k3.options import LatentNormEps, ServeOptions
@@ -54,24 +54,31 @@ class K3ServerArgs(ServerArgs):
     ] = ServeOptions.k3_checkpoint_policy
 
     def __post_init__(self) -> None:
-        self.is_k3 = is_k3(self.model_path)
+        try:
+            self._take_model()
+        except OSError as error:
+            raise ConfigError(
+                f"{error}. Give --model a folder whose files can be read; {TINY_ALIAS} needs a folder that can be "
+                "written, in the cache that XDG_CACHE_HOME names."
+            ) from error
         # The host reads these variables as it resolves the arguments: an earlier server's must be gone by then.
         environment.clear()
         if not self.is_k3:
-            refuse_no_model(self.model_path)
             self._resolve_as_another_model()
             self._refuse_k3_in_disguise()
             return
         ServeOptions.from_server_args(self)
-        prepare_model(self)
         self.asked_graph_batch = largest_asked(self)
         fill_defaults(self)
         try:
             super().__post_init__()
         except K3Error:  # of this package, which the host calls for the config
             raise
-        except (ValueError, AssertionError) as error:
-            raise ConfigError(f"SGLang refuses these arguments: {error}") from error
+        except (ValueError, AssertionError, OSError) as error:
+            why = " ".join(str(error).split())
+            if isinstance(error, OSError) and not is_on_this_machine(self.model_path, self.revision):
+                why = f"{self.model_path} must be downloaded first, and its folder given. {why}"
+            raise ConfigError(f"SGLang refuses these arguments: {why}") from error
         settle_chunk(self)
         refuse_what_it_cannot_serve(self, self.get_model_config().hf_config.k3)
         environment.set_for_k3(
@@ -85,6 +92,13 @@ class K3ServerArgs(ServerArgs):
         """Whether the host hands out and tracks snapshots; K3's own prefix cache does so itself."""
         return self.radix_cache_backend != PREFIX_CACHE and super().enable_mamba_extra_buffer()
 
+    def _take_model(self) -> None:
+        self.is_k3 = is_k3(self.model_path, self.revision)
+        if self.is_k3:
+            prepare_model(self)
+        else:
+            refuse_no_model(self.model_path)
+
     def _resolve_as_another_model(self) -> None:
         """Let the host resolve what is not known to be a K3 model.
 
@@ -95,11 +109,12 @@ class K3ServerArgs(ServerArgs):
         try:
             super().__post_init__()
         except RuntimeError as error:
-            if self.device is not None or is_on_this_machine(self.model_path):
+            if self.device is not None or is_on_this_machine(self.model_path, self.revision):
                 raise
             raise ConfigError(
                 f"There is no folder {self.model_path}, and no such repository was downloaded before, so that it is "
-                f"taken for another model than K3: {error} If it is a K3 model, download it and give its folder."
+                f"taken for another model than K3: {error} If it is a K3 model, download it and give its folder. Names "
+                f"that need no folder are {ALIAS} and {TINY_ALIAS}."
             ) from error
 
     def _refuse_k3_in_disguise(self) -> None:

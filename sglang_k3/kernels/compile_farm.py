@@ -5,7 +5,8 @@ Triton compiles a kernel when it is first launched, one after the other. Here la
 (``CompileFarm``), and the first real launch then finds its kernel in the cache. Needs the C compiler that Triton itself
 needs; neither nvcc nor a GPU.
 
-    python -m sglang_k3.kernels.compile_farm 16    # 16 processes; on stdin 90 for sm_90, then a line for each kernel
+    python -m sglang_k3.kernels.compile_farm 16 $$    # 16 processes that end with this shell; on stdin 90 for sm_90,
+                                                      # then a line for each kernel
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class CompileFarm:
         self.processes = processes
         self._submitted = 0
         self._child = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(processes)],
+            [sys.executable, "-m", __name__, str(processes), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -172,9 +173,13 @@ def compile_one(job: str) -> None:
         CudaLauncher(kernel.src, kernel.metadata)
 
 
-def main(processes: int) -> int:
-    """Fork the processes when the modules are loaded; each takes the next line of what the parent reads."""
-    _end_with_parent(os.getppid())  # one that is gone already has closed stdin
+def main(processes: int, parent: int) -> int:
+    """Fork the processes when the modules are loaded; each takes the next line of what the parent reads.
+
+    Args:
+        parent: the id of the process that started this one.
+    """
+    _end_with_parent(parent)
     from triton.runtime.driver import driver
 
     from sglang_k3.kernels import OPS
@@ -216,4 +221,4 @@ def _say_done(compiled: Future[None]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -125,7 +125,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{folder} has no config.json: it is not a checkpoint folder.") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of bytes that are no text, and of endless numbers
         raise ConfigError(f"{path} is not valid JSON: {error}.") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds a {type(config).__name__}, expected an object.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from sglang_k3.env import triton_interprets
 
 pytestmark = pytest.mark.skipif(triton_interprets(), reason="the interpreter compiles nothing")
+
+MODULE = "sglang_k3.kernels.compile_farm"
 
 SCRIPT = """
 import json
@@ -183,6 +186,13 @@ def test_a_process_whose_parent_ended_before_it_could_ask_ends_too() -> None:
     command = [sys.executable, "-c", ORPHANED]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0 and done.stdout == "b''\n", done.stdout + done.stderr
+
+
+def test_a_farm_whose_server_ended_before_it_could_ask_ends_too() -> None:
+    """Also where another process that the server has forked still holds its stdin open."""
+    server = str(os.getppid())  # of which this process is not
+    with subprocess.Popen([sys.executable, "-m", MODULE, "1", server], stdin=subprocess.PIPE) as farm:
+        assert farm.wait(timeout=100) == -signal.SIGKILL
 
 
 FAILING = """

@@ -116,6 +116,16 @@ DP2 = {"tp_size": 2, "ep_size": 2, "dp_size": 2, "enable_dp_attention": True}
             for number in (0, -1)
         ),
         ({"nnodes": 2}, "--nnodes 2 must divide the 1 ranks of --tp-size 1 and --pp-size 1"),
+        (
+            {"nnodes": 4, "pp_size": 3, "tp_size": 4, "ep_size": 4, "dist_init_addr": "a:1"},
+            "--nnodes 4 leaves ranks of --pp-size 3 and --tp-size 4 without a machine: give as many whole stages",
+        ),
+        (
+            {"nnodes": 2, "pp_size": 3, "tp_size": 2, "ep_size": 2, "dist_init_addr": "a:1"},
+            "--nnodes 2 leaves ranks",
+        ),
+        ({"nnodes": 4, "pp_size": 2, "tp_size": 3, "dist_init_addr": "a:1"}, "--nnodes 4 must divide the 6 ranks"),
+        ({"nnodes": 2, "tp_size": 2, "ep_size": 2}, "--nnodes 2 needs --dist-init-addr HOST:PORT"),
         ({"node_rank": 1}, "--node-rank 1 is none of --nnodes 1.*Give --nnodes, or leave out --node-rank"),
         ({"json_model_override_args": None}, "--json-model-override-args None is not a JSON object"),
         ({"base_gpu_id": -1}, "--base-gpu-id -1 .*numbered from zero. Give 0 or more"),

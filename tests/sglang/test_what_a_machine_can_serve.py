@@ -99,6 +99,7 @@ def test_a_gpu_that_is_not_there_is_refused(checkpoint: Path, monkeypatch: pytes
 def sizes_of(**given: object) -> SimpleNamespace:
     eight = {
         **{"device": "cuda", "dtype": "bfloat16", "mamba_ssm_dtype": "float32", "mem_fraction_static": 0.9},
+        "kv_cache_dtype": "auto",
         **{"max_mamba_cache_size": None, "max_total_tokens": None, "chunked_prefill_size": 8192},
         **{"tp_size": 8, "dp_size": 1, "pp_size": 1, "nnodes": 1, "node_rank": 0, "radix_cache_backend": "k3"},
     }
@@ -172,6 +173,26 @@ def test_what_fits_a_machine_is_served(
     """Stages may be unequal, and ranks on other machines take nothing of this one."""
     monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "23,70" if "pp_size" in given else "93")
     refuse_what_does_not_fit(sizes_of(**given), config_of(K3_SIZES), machine_gb * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ({"max_mamba_cache_size": 4000, "dp_size": 2, "tp_size": 2}, {"max_mamba_cache_size": 2000}),
+        ({"max_total_tokens": 10**7, "dtype": "float32"}, {"max_total_tokens": 10**7, "kv_cache_dtype": "float32"}),
+        ({"max_total_tokens": 10**7}, {"max_total_tokens": 10**7, "dtype": "float32", "kv_cache_dtype": "bfloat16"}),
+    ],
+    ids=["data-parallel ranks share states", "rows of the run dtype", "rows of their own dtype"],
+)
+def test_pools_take_what_their_ranks_hold(given: dict[str, object], same: dict[str, object]) -> None:
+    """A rank's states and rows, as the refusal gives them."""
+    pools = []
+    for one in (given, same):
+        with pytest.raises(K3Error) as refused:
+            refuse_what_does_not_fit(sizes_of(**{**ALONE, **one}), config_of(K3_SIZES), 1e9)
+        pools.append(re.search(r"[\d.]+ of \d+ states, ([\d.]+ of \d+ cached tokens)", str(refused.value)))
+    group = 0 if "max_mamba_cache_size" in given else 1  # beside a state, a conv history has the run dtype
+    assert pools[0] and pools[1] and pools[0][group] == pools[1][group]
 
 
 def test_a_pool_larger_than_this_machine_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
