@@ -16,7 +16,10 @@ import pytest
 
 from sglang_k3.env import triton_interprets
 
-pytestmark = pytest.mark.skipif(triton_interprets(), reason="the interpreter compiles nothing")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(triton_interprets(), reason="the interpreter compiles nothing"),
+]
 
 SCRIPT = r"""
 import importlib, json, re

@@ -339,8 +339,8 @@ def wait_until_idle(server: ServerProcess, limit_s: float = 60) -> None:
     ("running", "second"),
     [
         ("twin", {}),
-        ("twin_1", {"input_ids": [[20], [21]]}),
-        ("twin_2", {"params": {"n": 3}}),
+        pytest.param("twin_1", {"input_ids": [[20], [21]]}, marks=pytest.mark.full),
+        pytest.param("twin_2", {"params": {"n": 3}}, marks=pytest.mark.full),
         ("twin_3", {"input_ids": [[20], [21]], "params": {"n": 2}}),
         ("t", {"input_ids": [[20], [21]], "sampling_params": [{"n": 1}, {"n": 2}]}),
     ],
@@ -367,7 +367,9 @@ def test_a_second_request_of_an_id_does_not_end_the_first(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("after_s", [0, 0.05, 0.5, 2])
+@pytest.mark.parametrize(
+    "after_s", [0, pytest.param(0.05, marks=pytest.mark.full), 0.5, pytest.param(2, marks=pytest.mark.full)]
+)
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(
     server: ServerProcess, stream: bool, after_s: float
 ) -> None:
